@@ -1,0 +1,34 @@
+# make finetune   set up and train the embedded sample
+# make test       set up and run the tests (2 CPU cores are enough)
+# make lint       check the style
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= accelerate_configs/default.yaml
+
+.PHONY: finetune test lint clean
+
+finetune: $(VENV)/recipes.done
+	@# one process per GPU; two on a machine without, the smallest number that shards
+	$(BIN)/accelerate launch --config_file $(CONFIG) \
+		--num_processes $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') \
+		recipes/finetune.py $(ARGS)
+
+test: $(VENV)/tests.done
+	$(BIN)/python -m pytest tests $(ARGS)
+
+lint: $(VENV)/tests.done
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+$(VENV)/recipes.done: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/tests.done: tests/requirements.txt $(VENV)/recipes.done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -1,0 +1,179 @@
+"""The script's arguments, with the names of transformers' TrainingArguments and TRL's SFTConfig."""
+
+import difflib
+import json
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, SchedulerType
+
+
+@dataclass
+class FinetuneArguments:
+    """Fine-tune a causal language model with FSDP2."""
+
+    config: str | None = field(default=None, metadata={"help": "YAML or JSON file of these arguments (as in TRL)."})
+    accelerate_config: str | None = field(
+        default=None, metadata={"help": "The Accelerate YAML; needed where `accelerate launch` does not name it."}
+    )
+    # model
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Local folder or hub name."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository brings."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Dtype of frozen weights in memory and of the exported model: float32, bfloat16, float16; auto: "
+            "frozen weights in the YAML's compute dtype, export as the model was saved. Trained weights are fp32."
+        },
+    )
+    # data
+    dataset_name: str | None = field(default=None, metadata={"help": "File, folder of train/test files, or hub name."})
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    max_length: int = field(default=1024, metadata={"help": "Tokens per row; longer rows are cut at the end."})
+    dataloader_num_workers: int = 0
+    # adapters
+    use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters on a frozen model."})
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.05
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "Module names, or all-linear (the head excluded)."}
+    )
+    # training
+    output_dir: str = "outputs/finetune"
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Rows per process per forward."})
+    gradient_accumulation_steps: int = field(default=8, metadata={"help": "Micro-batches per optimizer step."})
+    per_device_eval_batch_size: int = 8
+    num_train_epochs: float = 3.0
+    max_steps: int = field(default=-1, metadata={"help": "Optimizer steps; overrides num_train_epochs if positive."})
+    learning_rate: float = 2e-5
+    lr_scheduler_type: SchedulerType = SchedulerType.LINEAR
+    warmup_steps: float = field(default=0.0, metadata={"help": "Optimizer steps; below 1 a share of all steps."})
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    fp16_initial_scale: float = field(default=65536.0, metadata={"help": "Loss scale at the start of an fp16 run."})
+    seed: int = 42
+    # evaluation and what is written
+    eval_steps: int = field(default=0, metadata={"help": "Evaluate every so many steps (0: before and after only)."})
+    predict_with_generate: bool = field(
+        default=False, metadata={"help": "Answer the test prompts before and after training and count exact matches."}
+    )
+    max_new_tokens: int = field(default=64, metadata={"help": "Longest answer under predict_with_generate."})
+    logging_steps: int = 10
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata={"help": "Trackers, or none."})
+    save_steps: int = field(default=0, metadata={"help": "Checkpoint every so many steps (0: none)."})
+    save_total_limit: int | None = field(default=None, metadata={"help": "Checkpoints to keep."})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint folder, or latest."})
+
+
+def parse_arguments(argv: list[str] | None = None, sample_dir: Path | None = None) -> FinetuneArguments:
+    """Parse the command line; a file of arguments gives defaults that the command line overrides.
+
+    Where neither a model nor a data set is named and `sample_dir` exists, both and the file come from there.
+
+    Raises:
+        ValueError: all problems at once.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")):  # as transformers' examples take it
+        argv = ["--config", *argv]
+    parser = QuietParser(FinetuneArguments)
+    (first,) = parser.parse_args_into_dataclasses(argv)
+    given = read_arguments_file(first.config) if first.config else {}
+    names_something = (
+        {"model_name_or_path", "dataset_name"} & set(given) or first.model_name_or_path or first.dataset_name
+    )
+    if not names_something and sample_dir is not None and sample_dir.is_dir():
+        sample = {"model_name_or_path": str(sample_dir / "model"), "dataset_name": str(sample_dir / "data")}
+        given = {**read_arguments_file(str(sample_dir / "arguments.yaml")), **sample, **given}
+    parser.set_defaults(**given)
+    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    problems = check_arguments(arguments)
+    if problems:
+        raise ValueError("Arguments:\n- " + "\n- ".join(problems))
+    return arguments
+
+
+class QuietParser(HfArgumentParser):
+    """Raises what argparse would print on every rank before exiting."""
+
+    def error(self, message: str) -> None:
+        """Raise ValueError with argparse's message and the closest argument for an unknown one."""
+        raise ValueError(f"{message}. See --help.")
+
+    def parse_args_into_dataclasses(self, args: list[str]) -> tuple[Any, ...]:
+        """Parse; unknown arguments are an error that names the closest known one."""
+        *parsed, rest = super().parse_args_into_dataclasses(args, return_remaining_strings=True)
+        if rest:
+            known = [f"--{argument.name}" for argument in fields(FinetuneArguments)]
+            close = difflib.get_close_matches(rest[0].split("=")[0], known, n=1)
+            self.error(f"unknown argument {rest[0]}" + (f"; did you mean {close[0]}?" if close else ""))
+        return tuple(parsed)
+
+
+def read_arguments_file(path: str) -> dict[str, Any]:
+    """Read a YAML or JSON file of arguments. Raises ValueError on unknown names, with the closest known one."""
+    if not Path(path).is_file():
+        raise ValueError(f"--config {path}: no such file.")
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not readable: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected `name: value` lines, found {type(values).__name__}.")
+    known = [argument.name for argument in fields(FinetuneArguments)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            raise ValueError(f"{path}: unknown argument {name}" + (f"; did you mean {close[0]}?" if close else "."))
+    as_text = {name: str(value) for name, value in values.items() if isinstance(value, (int, float))}
+    return {**values, **as_text}  # argparse converts text, so 2e-5 (text to YAML) and 0.00002 read alike
+
+
+def check_arguments(arguments: FinetuneArguments) -> list[str]:
+    """Return every problem with these values, each with the rule."""
+    problems = []
+    for name in ("model_name_or_path", "dataset_name"):
+        if getattr(arguments, name) is None:
+            problems.append(f"--{name} is required (this folder has no sample/, or the other of the two was given)")
+    at_least = {
+        "max_length": 2,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "logging_steps": 1,
+        "max_new_tokens": 1,
+        "lora_r": 1,
+        "save_total_limit": 1,
+        "learning_rate": 0,
+        "warmup_steps": 0,
+        "weight_decay": 0,
+        "lora_dropout": 0,
+        "eval_steps": 0,
+        "save_steps": 0,
+        "dataloader_num_workers": 0,
+    }
+    for name, least in at_least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            problems.append(f"--{name}: found {value}, allowed: {least} or more")
+    for name in ("max_grad_norm", "fp16_initial_scale"):
+        if getattr(arguments, name) <= 0:
+            problems.append(f"--{name}: found {getattr(arguments, name)}, allowed: above 0")
+    if arguments.max_steps <= 0 and arguments.num_train_epochs <= 0:
+        problems.append("--max_steps or --num_train_epochs must be above 0")
+    if arguments.lora_dropout >= 1:
+        problems.append(f"--lora_dropout: found {arguments.lora_dropout}, allowed: below 1")
+    if arguments.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        problems.append(f"--dtype: found {arguments.dtype}, allowed: auto, float32, bfloat16, float16")
+    return problems

@@ -1,0 +1,309 @@
+"""Fine-tune a causal language model with FSDP2, in full or with LoRA, from one Accelerate YAML.
+
+    accelerate launch --config_file accelerate_configs/default.yaml recipes/finetune.py
+    accelerate launch --config_file accelerate_configs/mem_limit.yaml recipes/finetune.py \
+        --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name my_chats.jsonl --output_dir outputs/run1
+    torchrun --nproc_per_node=8 recipes/finetune.py --accelerate_config accelerate_configs/default.yaml ...
+
+Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script what
+the loop does to the batch. On a machine without GPUs the same code runs over gloo.
+
+To copy it: arguments.py, checkpoint.py, data.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py,
+hook_keys.py, hook_wrap.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py,
+optimizer.py, utils.py, wrap_report.py and a YAML.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from arguments import FinetuneArguments, parse_arguments
+from checkpoint import export_model, find_checkpoint, resume, save_checkpoint
+from data import count_steps, evaluation_batches, load_rows, tokenize_rows, training_steps
+from greedy_answers import before_and_after, exact_match, greedy_answers, prompts_and_answers
+from hook_activation_checkpointing import (
+    apply_activation_checkpointing,
+    plan_activation_checkpointing,
+    recomputed_blocks,
+)
+from hook_config import HookConfig, as_plain_dict, notes, read_hook_config
+from hook_wrap import Unit, apply_units, plan_units, reshard_all, set_gradient_sync
+from launch import end, make_accelerator, make_device_mesh, stop_together
+from losses import micro_batch_loss, num_label_tokens, token_loss_sum
+from metrics import MetricsLog, StepMeter, format_line, memory
+from model_loading import add_adapters, load_model, load_tokenizer, saved_dtype
+from model_structure import count_blocks
+from optimizer import check_optimizer, make_optimizer, offload_state_between_steps
+from torch import nn
+from transformers import get_scheduler
+from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
+from wrap_report import (
+    build_report,
+    check_against_plan,
+    module_tree,
+    read_units,
+    save_report,
+    summary_lines,
+    warnings_for,
+)
+
+SAMPLE_DIR = Path(__file__).parent / "sample"
+MAX_SKIPPED_STEPS = 50  # fp16: halving the initial scale that often reaches its floor; then it is no overflow
+
+
+def main() -> None:
+    with stop_together():
+        arguments = parse_arguments(sample_dir=SAMPLE_DIR)
+        hook_config = read_hook_config(arguments.accelerate_config)
+    with stop_together():
+        trackers = [name for name in arguments.report_to if name != "none"]
+        scale, output_dir = arguments.fp16_initial_scale, arguments.output_dir
+        accelerator = make_accelerator(hook_config, scale, log_with=trackers, project_dir=output_dir)
+    is_cpu = accelerator.device.type == "cpu"
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+
+    # Data: every rank reads the same rows; which ones it takes follows from one global order.
+    with stop_together():
+        tokenizer = load_tokenizer(arguments)
+        train_set, test_set = load_rows(
+            arguments.dataset_name, arguments.dataset_train_split, arguments.dataset_test_split
+        )
+        train_rows, train_line = tokenize_rows(train_set, tokenizer, arguments.max_length, "train")
+        test_rows, test_line = [], "no test split: no evaluation"
+        if test_set is not None:
+            test_rows, test_line = tokenize_rows(test_set, tokenizer, arguments.max_length, "test")
+        prompts, expected, is_rendered = [], [], False
+        if arguments.predict_with_generate:
+            prompts, expected, is_rendered = prompts_and_answers(test_set, tokenizer)
+
+    # Model and hooks. The order is fixed: load, adapters, recompute, (compile), wrap, optimizer, prepare.
+    set_seed(arguments.seed)  # the same random adapters on every rank
+    with stop_together():
+        model = load_model(arguments)
+        export_dtype = saved_dtype(model) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        model = add_adapters(model, arguments)
+        recomputed = plan_activation_checkpointing(model, hook_config)
+        units = plan_units(model, hook_config)
+        apply_activation_checkpointing(model, recomputed, hook_config, is_cpu)
+        policy, norm_policy = mixed_precision_policy(hook_config), norm_precision_policy(hook_config)
+        apply_units(model, units, hook_config, make_device_mesh(accelerator), policy, norm_policy)
+        frozen_dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        cast_stored_parameters(model, hook_config, frozen_dtype)
+        cast_buffers(model, hook_config)
+        report_wrap(accelerator, model, units, recomputed, hook_config, output_dir)
+
+    # Optimizer after wrapping and before any forward; the schedule counts optimizer steps on any number of ranks.
+    with stop_together():
+        betas = (arguments.adam_beta1, arguments.adam_beta2)
+        optimizer = make_optimizer(
+            model, arguments.learning_rate, arguments.weight_decay, betas, arguments.adam_epsilon
+        )
+        check_optimizer(model, optimizer)
+        if hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params:
+            offload_state_between_steps(optimizer, accelerator.device)
+    rows_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size
+    total_steps = count_steps(len(train_rows), rows_per_step, arguments.num_train_epochs, arguments.max_steps)
+    warmup_steps = arguments.warmup_steps if arguments.warmup_steps >= 1 else arguments.warmup_steps * total_steps
+    scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, math.ceil(warmup_steps), total_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(scheduler)
+
+    step, position = 0, {"epoch": 0, "rows_seen": 0}
+    set_seed(arguments.seed, device_specific=True)  # each rank drops other units
+    if arguments.resume_from_checkpoint:
+        with stop_together():
+            checkpoint = find_checkpoint(arguments.resume_from_checkpoint, output_dir)
+            state = resume(accelerator, checkpoint)
+            step, position = state["step"], {name: state[name] for name in ("epoch", "rows_seen")}
+            accelerator.print(f"resumed from {checkpoint}: step {step}, epoch {position['epoch']}")
+    print_start(accelerator, hook_config, arguments, [train_line, test_line], total_steps)
+    accelerator.init_trackers("tensorboard")
+
+    batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
+    test_batches = evaluation_batches(test_rows, batch_size, rank, world_size, pad_token_id) if test_rows else []
+    answer_prompts = partial(
+        greedy_answers, accelerator, model, tokenizer, prompts, is_rendered, batch_size, arguments.max_new_tokens
+    )
+    before = answer_prompts() if prompts else []
+    steps = training_steps(
+        train_rows,
+        arguments.per_device_train_batch_size,
+        arguments.gradient_accumulation_steps,
+        rank,
+        world_size,
+        arguments.seed,
+        pad_token_id,
+        arguments.dataloader_num_workers,
+        **position,
+    )
+    log = MetricsLog(accelerator, output_dir, total_steps, step)
+    if test_batches:
+        log.write(step, {"eval_loss": evaluate(accelerator, model, test_batches)})
+    train(accelerator, model, optimizer, scheduler, steps, test_batches, log, step, arguments, hook_config)
+    if prompts:
+        after = answer_prompts()
+        scores = {
+            "exact_match_before": exact_match(before, expected),
+            "exact_match_after": exact_match(after, expected),
+        }
+        log.write(total_steps, scores)
+        log.say(before_and_after(prompts, expected, before, after))
+        log.say(
+            "exact match of {} held-out answers: {:.1%} before, {:.1%} after".format(len(prompts), *scores.values())
+        )
+    log.close()
+    export_model(accelerator, model, tokenizer, str(Path(output_dir, "model")), export_dtype)
+    accelerator.print(f"model: {output_dir}/model | metrics: {log.path} | what FSDP did: {output_dir}/wrap_report.json")
+    end(accelerator)
+
+
+def train(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    steps: Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]],
+    test_batches: Iterable[dict[str, torch.Tensor]],
+    log: MetricsLog,
+    step: int,
+    arguments: FinetuneArguments,
+    hook_config: HookConfig,
+) -> None:
+    """Run the optimizer steps that are left."""
+    device, world_size = accelerator.device, accelerator.num_processes
+    meter, skipped = StepMeter(), 0
+    while step < log.total_steps:
+        fetch_started = time.perf_counter()
+        micro_batches, position = next(steps)
+        meter.data_s += time.perf_counter() - fetch_started
+
+        # The loss is a mean over the label tokens of the whole step, so count them over all ranks first.
+        counts = [
+            sum(num_label_tokens(b["labels"]) for b in micro_batches),
+            sum(b["labels"].numel() for b in micro_batches),
+        ]
+        label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
+        loss_sum = torch.zeros((), device=device)
+        for i, batch in enumerate(micro_batches):
+            set_gradient_sync(model, hook_config, is_last_micro_batch=i == len(micro_batches) - 1)
+            batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
+            loss, token_loss = micro_batch_loss(model, batch, label_tokens, world_size)
+            accelerator.backward(loss)
+            loss_sum += token_loss
+            del loss  # else this micro-batch's graph would live on beside the next one's
+        grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
+        loss_sum = accelerator.reduce(loss_sum).item()
+        stop_if_not_finite(accelerator, loss_sum, grad_norm, step + 1, skipped)
+        learning_rate = scheduler.get_last_lr()[0]
+        optimizer.step()
+        if accelerator.optimizer_step_was_skipped:
+            skipped += 1  # fp16 overflow: the scaler lowered its scale, all ranks alike, and no weight changed
+        else:
+            scheduler.step()
+        optimizer.zero_grad()
+        step += 1
+        meter.add_step(loss_sum, tokens, label_tokens)
+        log.bar.update()
+
+        is_last = step == log.total_steps
+        if step % arguments.logging_steps == 0 or is_last:
+            values = {**meter.read(world_size), "learning_rate": learning_rate, "grad_norm": grad_norm}
+            values |= {**memory(device), "epoch": position["epoch"], "label_tokens": meter.label_tokens}
+            if accelerator.scaler is not None:
+                values |= {"loss_scale": accelerator.scaler.get_scale(), "skipped_steps": skipped}
+            log.say(format_line(step, log.total_steps, values))
+            log.write(step, values)
+            meter.reset()
+        if test_batches and (is_last or (arguments.eval_steps and step % arguments.eval_steps == 0)):
+            eval_loss = evaluate(accelerator, model, test_batches)
+            log.say(f"step {step}/{log.total_steps} | eval_loss {eval_loss:.4f}")
+            log.write(step, {"eval_loss": eval_loss})
+            meter.reset()
+        if arguments.save_steps and (step % arguments.save_steps == 0 or is_last):
+            state = {"step": step, **position}
+            saved = save_checkpoint(accelerator, arguments.output_dir, state, arguments.save_total_limit)
+            log.say(f"step {step}/{log.total_steps} | saved {saved}")
+            meter.reset()
+
+
+def stop_if_not_finite(accelerator: Accelerator, loss_sum: float, grad_norm: float, step: int, skipped: int) -> None:
+    """End all ranks before the weights change. Both values are sums over ranks, so every rank decides alike.
+
+    An overflowing norm is part of fp16: the scaler skips that step and lowers its scale, up to a limit.
+    """
+    is_overflow = accelerator.scaler is not None and math.isfinite(loss_sum) and skipped < MAX_SKIPPED_STEPS
+    if math.isfinite(loss_sum) and (math.isfinite(grad_norm) or is_overflow):
+        return
+    what = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"grad_norm is {grad_norm}"
+    with stop_together():
+        raise ValueError(
+            f"step {step}: {what}; stopped before the weights changed. In bf16 lower --learning_rate or --max_grad_norm "
+            "first; in fp16 lower --fp16_initial_scale or use bf16; then hook_norm_dtype: fp32, hook_reduce_dtype: fp32."
+        )
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> float:
+    """Mean loss per label token over all held-out rows, each counted once."""
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    for batch in batches:
+        batch = {name: values.to(accelerator.device) for name, values in batch.items()}
+        labels = batch.pop("labels")
+        totals[0] += token_loss_sum(model(**batch).logits, labels)
+        totals[1] += num_label_tokens(labels)
+    reshard_all(model)  # else the next clip and step would see gathered parameters
+    model.train()
+    loss_sum, label_tokens = accelerator.reduce(totals).tolist()
+    return loss_sum / label_tokens
+
+
+def report_wrap(
+    accelerator: Accelerator,
+    model: nn.Module,
+    units: list[Unit],
+    recomputed: list[str],
+    hook_config: HookConfig,
+    output_dir: str,
+) -> None:
+    """Read off the live model what the hooks did, stop if it is not what was planned, print and save it."""
+    live = read_units(model)
+    check_against_plan(live, units, recomputed_blocks(model), recomputed)
+    num_blocks = count_blocks(model)
+    report = build_report(live, recomputed, num_blocks, as_plain_dict(hook_config))
+    accelerator.print("\n".join([*module_tree(model, live), *summary_lines(report)]))
+    for warning in [*warnings_for(report, model), *notes(hook_config, accelerator.device.type == "cpu")]:
+        accelerator.print(f"note: {warning}")
+    if accelerator.is_main_process:
+        save_report(report, output_dir)
+
+
+def print_start(
+    accelerator: Accelerator,
+    hook_config: HookConfig,
+    arguments: FinetuneArguments,
+    data_lines: list[str],
+    total_steps: int,
+) -> None:
+    """Print what this run is: where its YAML came from, ranks, batch arithmetic, every dtype."""
+    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    world_size, backend = accelerator.num_processes, torch.distributed.get_backend()
+    global_batch_size = micro * accumulation * world_size
+    c = hook_config
+    accelerator.print(
+        "\n".join(data_lines)
+        + f"\n{c.path} (found by {c.found_by}) | {world_size} rank(s) on {accelerator.device.type}, {backend} | "
+        f"compute {c.hook_param_dtype}, reduce {c.hook_reduce_dtype}, norms {c.hook_norm_dtype or c.hook_param_dtype}, "
+        f"buffers {c.hook_buffer_dtype or 'as loaded'}, trained weights and optimizer fp32, loss fp32\n"
+        f"micro-batch {micro} x accumulation {accumulation} x ranks {world_size} = global batch {global_batch_size} rows, "
+        f"at most {global_batch_size * arguments.max_length:,} tokens per step | {total_steps} steps"
+    )
+
+
+if __name__ == "__main__":
+    main()

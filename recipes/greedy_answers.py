@@ -1,0 +1,88 @@
+"""Greedy answers to held-out prompts, and how many match the expected answer exactly."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from data import find_format, split_rows
+from datasets import Dataset
+from hook_wrap import reshard_all
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import PreTrainedTokenizerBase
+
+
+def prompts_and_answers(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str], bool]:
+    """Return (prompt texts, expected answers, whether the prompts already hold their begin token).
+
+    Raises:
+        ValueError: the rows have no answer to compare with (plain text, or a chat that does not end in one).
+    """
+    row_format = find_format(rows)
+    if row_format == "prompt/completion":
+        return rows["prompt"], rows["completion"], False
+    if row_format != "messages" or any(chat[-1]["role"] != "assistant" for chat in rows["messages"]):
+        raise ValueError(
+            "--predict_with_generate needs test rows that end in an answer (messages or prompt/completion)."
+        )
+    chats = rows["messages"]
+    prompts = [tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True) for chat in chats]
+    return prompts, [chat[-1]["content"] for chat in chats], True
+
+
+@torch.no_grad()
+def greedy_answers(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    is_rendered: bool,
+    batch_size: int,
+    max_new_tokens: int,
+) -> list[str]:
+    """Answer every prompt; the answers, in order, on every rank.
+
+    Ranks take different prompts and stop at different lengths: `synced_gpus` keeps them in step until the last is done.
+    """
+    register_fsdp_forward_method(model, "generate")  # else the root unit's parameters stay sharded
+    was_training = model.training
+    model.eval()
+    answers: list[tuple[int, str]] = []
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # little padding in a batch
+    for (mine,) in split_rows(by_length, batch_size, 1, rank, world_size):
+        encoded = tokenizer(
+            [prompts[index] for index in mine or [0]],
+            add_special_tokens=not is_rendered,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+            return_token_type_ids=False,
+        ).to(accelerator.device)
+        output = model.generate(
+            **encoded,
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=max_new_tokens,
+            synced_gpus=world_size > 1,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        new_tokens = output[:, encoded["input_ids"].shape[1] :]
+        answers += list(zip(mine, tokenizer.batch_decode(new_tokens, skip_special_tokens=True)))
+    reshard_all(model)
+    model.train(was_training)
+    return [answer for _, answer in sorted(gather_object(answers))]
+
+
+def exact_match(answers: list[str], expected: list[str]) -> float:
+    """Share of answers equal to the expected text, surrounding blanks aside."""
+    return sum(a.strip() == e.strip() for a, e in zip(answers, expected)) / len(expected)
+
+
+def before_and_after(prompts: list[str], expected: list[str], before: list[str], after: list[str], n: int = 3) -> str:
+    """A few prompts with their answers, for a person to read."""
+    lines = []
+    for i in range(min(n, len(prompts))):
+        lines += [f"prompt    {prompts[i].strip()!r}", f"  before   {before[i].strip()!r}"]
+        lines += [f"  after    {after[i].strip()!r}", f"  expected {expected[i].strip()!r}"]
+    return "\n".join(lines)

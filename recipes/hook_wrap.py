@@ -1,0 +1,193 @@
+"""The wrap hook: which modules form an FSDP unit (plan), and `fully_shard` on them (apply).
+
+A unit is gathered, computed and freed together. The plan is plain data: lists of module names, each with its reshard
+choice; what no unit takes stays in the root unit. Order: recompute hook, compile, this hook, then the optimizer.
+"""
+
+from dataclasses import dataclass
+
+from hook_config import HookConfig, load_function
+from model_structure import base_model, final_norm, find_blocks, is_norm, outermost, parameter_owners
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules gathered together. `kind` is block, embeddings, tail, norms, size, user or root (for the report)."""
+
+    modules: tuple[str, ...]
+    reshard_after_forward: bool | None  # None: FSDP2's rule for the root, which is never resharded after forward
+    kind: str
+
+
+def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
+    """Return the units that the YAML asks for, inner units first, without the root. Works on a meta-device model.
+
+    Raises:
+        ValueError: nothing matches, or the plan is not a partition that FSDP2 can carry out.
+    """
+    reshard = config.fsdp_reshard_after_forward
+    units: list[Unit] = []
+    if config.hook_norm_dtype is not None:
+        units.append(Unit(tuple(name for name, module in model.named_modules() if is_norm(module)), False, "norms"))
+    if config.hook_wrap_function:
+        units += user_units(model, config.hook_wrap_function)
+    elif config.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
+        units += block_units(model, config)
+        if config.hook_wrap_embeddings:
+            units += embedding_units(model, reshard, has_norm_unit=config.hook_norm_dtype is not None)
+    elif config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
+        units += size_units(model, config.fsdp_min_num_params, reshard)
+    check_plan(model, units)
+    return units
+
+
+def block_units(model: nn.Module, config: HookConfig) -> list[Unit]:
+    """N consecutive blocks per unit; a block class nested in another gets its own unit inside."""
+    blocks = find_blocks(model, config.fsdp_transformer_layer_cls_to_wrap)
+    names = [name for name, _ in outermost(blocks)]
+    nested = [name for name, _ in reversed(blocks) if name not in names]
+    n, reshard = config.hook_wrap_blocks_per_unit, config.fsdp_reshard_after_forward
+    units = [Unit((name,), reshard, "block") for name in nested]
+    return units + [Unit(tuple(names[i : i + n]), reshard, "block") for i in range(0, len(names), n)]
+
+
+def embedding_units(model: nn.Module, reshard: bool, has_norm_unit: bool) -> list[Unit]:
+    """Input embedding apart, [final norm, lm_head] apart and not resharded (backward needs them at once).
+
+    Tied: both ends in one unit, since FSDP2 refuses a parameter that two units share.
+    """
+    base = base_model(model)
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if embedding is None or head is None:
+        raise ValueError("hook_wrap_embeddings: true, but this model has no input embedding or no lm_head; set false.")
+    norm = None if has_norm_unit else final_norm(model)
+    tail = [names[module] for module in (norm, head) if module is not None]
+    shared = {id(parameter) for parameter in embedding.parameters()} & {id(p) for p in head.parameters()}
+    if shared:
+        return [Unit((names[embedding], *tail), False, "embeddings")]
+    return [Unit((names[embedding],), reshard, "embeddings"), Unit(tuple(tail), False, "tail")]
+
+
+def size_units(model: nn.Module, min_num_params: int, reshard: bool) -> list[Unit]:
+    """Bottom-up: a module becomes a unit once its parameters outside inner units reach the threshold.
+
+    Containers have no forward and are passed over; so are single Linears (never a unit per Linear), and modules that
+    hold only one end of a tied parameter.
+    """
+    base = base_model(model)
+    ends = {base.get_input_embeddings(), base.get_output_embeddings()}
+    owners = parameter_owners(model)
+    units: list[Unit] = []
+    taken: set[int] = set()
+    for name, module in reversed(list(model.named_modules())):  # children come before their parent
+        is_leaf = not any(module.children()) or isinstance(module, BaseTunerLayer)
+        if name == "" or module is base or isinstance(module, CONTAINERS) or (is_leaf and module not in ends):
+            continue
+        rest = [p for p in module.parameters() if id(p) not in taken]
+        inside = {name, *(f"{name}.{child}" for child, _ in module.named_modules() if child)}
+        holds_all_ends = all(owners[id(p)] <= inside for p in rest)
+        if holds_all_ends and sum(p.numel() for p in rest) >= min_num_params:
+            units.append(Unit((name,), reshard, "size"))
+            taken |= {id(p) for p in rest}
+    return units
+
+
+def user_units(model: nn.Module, reference: str) -> list[Unit]:
+    """Call the user's `(model) -> [([module names], reshard_after_forward), ...]`."""
+    planned = load_function(reference)(model)
+    try:
+        return [
+            Unit((names,) if isinstance(names, str) else tuple(names), bool(reshard), "user")
+            for names, reshard in planned
+        ]
+    except (TypeError, ValueError) as error:
+        shape = "a list of (module names, reshard_after_forward)"
+        raise ValueError(f"hook_wrap_function {reference}: returned {planned!r}, expected {shape}.") from error
+
+
+def check_plan(model: nn.Module, units: list[Unit]) -> None:
+    """Raise ValueError unless the units are a partition that FSDP2 can carry out."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unit_of: dict[str, int] = {}
+    problems = []
+    for index, unit in enumerate(units):
+        for name in unit.modules:
+            if name not in modules:
+                problems.append(f"unit {index}: no module named {name!r}")
+            elif isinstance(modules[name], CONTAINERS):
+                problems.append(f"unit {index}: {name} is a {type(modules[name]).__name__}, whose forward never runs")
+            elif name == "":
+                problems.append(f"unit {index}: the whole model is always the root unit; leave it out")
+            if unit_of.setdefault(name, index) != index:
+                problems.append(f"{name} is in unit {unit_of[name]} and in unit {index}")
+    if not units and not problems:
+        return
+
+    def unit_holding(name: str) -> int:  # the innermost planned module around `name`; -1 is the root
+        while name and name not in unit_of:
+            name = name.rpartition(".")[0]
+        return unit_of.get(name, -1)
+
+    filled = set()
+    for owners in parameter_owners(model).values():
+        holders = {unit_holding(name) for name in owners}
+        filled |= holders
+        if len(holders) > 1:
+            problems.append(f"a tied parameter of {' and '.join(sorted(owners))} would lie in two units")
+    problems += [f"unit {i}: {unit.modules} holds no parameter" for i, unit in enumerate(units) if i not in filled]
+    if problems:
+        raise ValueError("The wrap plan cannot be carried out:\n- " + "\n- ".join(problems))
+
+
+def apply_units(
+    model: nn.Module,
+    units: list[Unit],
+    config: HookConfig,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    norm_policy: MixedPrecisionPolicy,
+) -> None:
+    """Shard the model in place: one `fully_shard` per unit, the root last, then the prefetch depth.
+
+    Each rank keeps its slice of every parameter on its own device; a GPU holds one whole unit at most while sharding.
+    """
+    pin_memory = mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pin_memory) if config.fsdp_offload_params else OffloadPolicy()
+    for unit in units:
+        modules = [model.get_submodule(name) for name in unit.modules]
+        group = modules if len(modules) > 1 else modules[0]
+        unit_policy = norm_policy if unit.kind == "norms" else policy
+        reshard = unit.reshard_after_forward
+        fully_shard(group, mesh=mesh, mp_policy=unit_policy, offload_policy=offload, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    set_prefetch([model.get_submodule(unit.modules[0]) for unit in units if unit.kind != "norms"], config)
+
+
+def set_prefetch(modules: list[FSDPModule], config: HookConfig) -> None:
+    """Gather the next units while one computes. Depth 1 is FSDP2's own implicit prefetch and sets nothing."""
+    depth = config.hook_prefetch_units
+    if depth == 1:
+        return
+    for i, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + depth])
+        module.set_modules_to_backward_prefetch(modules[max(0, i - depth) : i][::-1])
+
+
+def set_gradient_sync(model: FSDPModule, config: HookConfig, is_last_micro_batch: bool) -> None:
+    """Reduce-scatter after this micro-batch's backward, or keep unsharded gradients until the window's last one."""
+    model.set_requires_gradient_sync(config.hook_reduce_every_micro_batch or is_last_micro_batch)
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free gathered parameters. Call after every forward without backward (evaluation, generation): units that are not
+    resharded after forward would otherwise hand plain copies to the optimizer and the clipping."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

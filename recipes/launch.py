@@ -1,0 +1,162 @@
+"""The Accelerator from the YAML, on GPUs or on a CPU, and errors that end all ranks together."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, gather_object
+from datasets.utils import disable_progress_bars
+from datasets.utils import logging as datasets_logging
+from hook_config import HookConfig, as_plain_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.utils import logging as transformers_logging
+from utils import check_device_dtype
+
+
+def device_count() -> int:
+    """Number of accelerators that FSDP2 can use on this machine; 0 means CPU (Apple's GPU has no collectives)."""
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
+        return 0
+    return torch.accelerator.device_count()
+
+
+def connect_ranks() -> PartialState:
+    """Join the ranks of this run. Plain `python script.py` becomes a run of one rank on the same code path."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+        os.environ["MASTER_PORT"] = "0"  # any free port
+    too_many_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > device_count()
+    state = PartialState(cpu=too_many_processes)
+    if not dist.is_initialized():  # Accelerate makes no group for a single process on a CPU
+        dist.init_process_group("gloo")
+    return state
+
+
+@contextlib.contextmanager
+def stop_together() -> Iterator[None]:
+    """Run a block that may fail on some ranks: a failure on one ends all, each message printed once, exit status 1.
+
+    Without it, the other ranks would wait in their next collective until its timeout. ValueError and OSError are the
+    user's to read and are printed as they are; anything else is a bug and is printed with its traceback.
+    """
+    failure = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        failure = str(error)
+    except Exception:
+        failure = traceback.format_exc()
+    connect_ranks()
+    failures = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if not any(failures):
+        return
+    if dist.get_rank() == 0:
+        for message in dict.fromkeys(message for message in failures if message):
+            ranks = [rank for rank, other in enumerate(failures) if other == message]
+            where = "" if len(ranks) == len(failures) else f"rank {', '.join(map(str, ranks))}: "
+            print(f"\nError: {where}{message}\n", file=sys.stderr, flush=True)
+    dist.barrier()  # rank 0 has printed before the launcher sees the first exit and ends the others
+    sys.exit(1)
+
+
+def check_processes(config: HookConfig) -> None:
+    """Raise ValueError where the processes that run are not those that were asked for."""
+    world_size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if config.num_processes is not None and config.num_processes != world_size:
+        raise ValueError(
+            f"accelerate launch was asked for {config.num_processes} processes, but {world_size} runs (WORLD_SIZE). "
+            "Leave --cpu out of the command: without GPUs these scripts use the CPU by themselves."
+        )
+    if device_count() and local > device_count():
+        raise ValueError(
+            f"{local} processes on this machine, but {device_count()} device(s). Run:\n  accelerate launch "
+            f"--config_file {config.path} --num_processes {device_count()} {' '.join(sys.argv)}"
+        )
+
+
+def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: Any) -> Accelerator:
+    """Make the Accelerator: FSDP2 over NCCL on GPUs, and over gloo on a machine without (where Accelerate alone would
+    silently run every process by itself).
+
+    The plugin's own wrap and recompute are switched off; our hooks do both jobs before `prepare`. The accelerator's
+    accumulation stays at 1: the scripts own the window and divide by label tokens themselves.
+
+    Raises:
+        ValueError: unsupported dtype on this device, processes that do not match, ranks that hold different keys.
+    """
+    check_processes(config)
+    connect_ranks()
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.auto_wrap_policy, plugin.activation_checkpointing, plugin.activation_checkpointing_offload = (
+        None,
+        False,
+        False,
+    )
+    scaler = GradScalerKwargs(init_scale=fp16_initial_scale)
+    is_cpu = device_count() == 0
+    accelerator = Accelerator(
+        cpu=is_cpu,
+        mixed_precision=config.mixed_precision,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=1,
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[scaler],
+        **kwargs,
+    )
+    if not accelerator.is_main_process:  # messages and progress bars of the libraries, once
+        for library in (transformers_logging, datasets_logging):
+            library.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        disable_progress_bars()
+    if is_cpu:
+        use_fsdp_on_cpu(accelerator, plugin)
+    check_device_dtype(config, accelerator.device)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if accelerator.num_processes != world_size or not accelerator.is_fsdp2:
+        found = f"{accelerator.num_processes} process(es), {accelerator.distributed_type}"
+        raise ValueError(f"Accelerate sees {found}, but WORLD_SIZE is {world_size} with FSDP2 asked for. Stopping.")
+    assert accelerator.gradient_accumulation_steps == 1, accelerator.gradient_accumulation_steps
+    check_same_keys(config)
+    return accelerator
+
+
+def use_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Tell Accelerate that this CPU run is FSDP: its constructor takes the plugin for device types only.
+
+    Relies on Accelerate's state being set after construction (no public way in 1.15);
+    tests/test_launch.py::test_accelerate_runs_fsdp2_on_cpu fails where an upgrade moves it.
+    """
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def check_same_keys(config: HookConfig) -> None:
+    """Raise ValueError on every rank, naming the keys, if the ranks were started from different YAMLs."""
+    values = {key: entry["value"] for key, entry in as_plain_dict(config).items()}
+    for rank, other in enumerate(gather_object([values])):
+        different = [
+            f"{key}: {values[key]!r} here, {other[key]!r} on rank {rank}" for key in values if values[key] != other[key]
+        ]
+        if different:
+            raise ValueError(f"The ranks hold different YAML keys ({config.path}):\n- " + "\n- ".join(different))
+
+
+def make_device_mesh(accelerator: Accelerator) -> DeviceMesh:
+    """One mesh dimension over all ranks: every parameter is sharded over all of them."""
+    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,), mesh_dim_names=("dp_shard",))
+
+
+def end(accelerator: Accelerator) -> None:
+    """Close the trackers and the process group (leaving it to interpreter exit races with gloo's threads)."""
+    accelerator.end_training()
+    if dist.is_initialized():
+        dist.destroy_process_group()

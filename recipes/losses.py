@@ -1,0 +1,42 @@
+"""The loss: exact per label token, in fp32, whatever the split into micro-batches and ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORE_INDEX = -100
+
+
+def num_label_tokens(labels: torch.Tensor) -> int:
+    """Number of positions that are predicted: labels (B, T) without their first column, IGNORE_INDEX left out."""
+    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the summed next-token cross-entropy in fp32. Labels are unshifted, as long as the input.
+
+    Labels are never passed to the model: its own loss is a mean over this micro-batch alone, and some architectures
+    ignore the token count they are given.
+    """
+    shifted = labels[:, 1:].reshape(-1)  # (B * (T-1),)
+    predictions = logits[:, :-1].float().flatten(0, 1)  # (B * (T-1), V)
+    return F.cross_entropy(predictions, shifted, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def micro_batch_loss(
+    model: nn.Module, batch: dict[str, torch.Tensor], step_label_tokens: int, world_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one micro-batch; return (loss to backward, summed token loss for the log).
+
+    The loss to backward is `sum / label tokens of the whole optimizer step (all ranks) * world_size`: FSDP2 averages
+    gradients over ranks, so the step's gradient is that of one batch's token mean. Dividing before backward keeps fp16
+    gradients in range. A mixture-of-experts balancing loss, where the model returns one, is weighted by this
+    micro-batch's share of label tokens.
+    """
+    outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+    loss_sum = token_loss_sum(outputs.logits, batch["labels"])
+    auxiliary = getattr(outputs, "aux_loss", None)
+    total = loss_sum
+    if auxiliary is not None:
+        total = loss_sum + model.config.router_aux_loss_coef * auxiliary * num_label_tokens(batch["labels"])
+    return total * (world_size / step_label_tokens), loss_sum.detach()

@@ -1,0 +1,110 @@
+"""What is measured per step, and where it is written: the log line, metrics.jsonl, the trackers."""
+
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+GIB = 2**30
+
+
+class StepMeter:
+    """Adds up what happens between two log lines."""
+
+    def __init__(self) -> None:
+        self.data_s = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new log window."""
+        self.started, self.data_s = time.perf_counter(), 0.0
+        self.steps = self.tokens = self.label_tokens = 0
+        self.loss_sum = 0.0
+
+    def add_step(self, loss_sum: float, tokens: int, label_tokens: int) -> None:
+        """Add one optimizer step: sums over all ranks."""
+        self.steps += 1
+        self.loss_sum += loss_sum
+        self.tokens += tokens
+        self.label_tokens += label_tokens
+
+    def read(self, world_size: int) -> dict[str, float]:
+        """Averages of the window. Tokens are all tokens run, padding included; label tokens are those learnt."""
+        seconds = time.perf_counter() - self.started
+        return {
+            "loss": self.loss_sum / max(self.label_tokens, 1),
+            "step_time_s": seconds / max(self.steps, 1),
+            "data_share": self.data_s / seconds,
+            "tokens_per_second_per_gpu": self.tokens / seconds / world_size,
+            "label_tokens_per_second_per_gpu": self.label_tokens / seconds / world_size,
+        }
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak reserved memory since the last call on a GPU; bytes of live tensors now on a CPU (named so)."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_reserved(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+        return {"peak_mem_gib": peak}
+    storages = {}
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor) and value.device.type == "cpu":
+            local = value.to_local() if hasattr(value, "to_local") else value
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return {"live_tensors_gib": sum(storages.values()) / GIB}
+
+
+def format_line(step: int, total_steps: int, values: dict[str, float]) -> str:
+    """The log line: name, value, unit, in a fixed order."""
+    memory_name = "peak_mem_gib" if "peak_mem_gib" in values else "live_tensors_gib"
+    tokens, labels = values["tokens_per_second_per_gpu"], values["label_tokens_per_second_per_gpu"]
+    fields = [
+        f"step {step}/{total_steps}",
+        f"loss {values['loss']:.4f}",
+        f"lr {values['learning_rate']:.2e}",
+        f"grad_norm {values['grad_norm']:.2f}",
+        f"step_time {values['step_time_s']:.3f} s (data {values['data_share']:.0%})",
+        f"tok/s/gpu {tokens:,.0f} (label {labels:,.0f})",
+        f"{memory_name.removesuffix('_gib')} {values[memory_name]:.3f} GiB",
+    ]
+    fields += (
+        [f"loss_scale {values['loss_scale']:.0f} (skipped {values['skipped_steps']})"] if "loss_scale" in values else []
+    )
+    return " | ".join(fields)
+
+
+class MetricsLog:
+    """metrics.jsonl, the trackers of --report_to, and the progress bar of a terminal. Writes on the main process."""
+
+    def __init__(self, accelerator: Accelerator, output_dir: str, total_steps: int, first_step: int) -> None:
+        self.accelerator = accelerator
+        self.path = Path(output_dir, "metrics.jsonl")
+        self.total_steps = total_steps
+        # disable=None: a bar on a terminal, nothing in a log file
+        disable = None if accelerator.is_main_process else True
+        self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", disable=disable)
+        if accelerator.is_main_process:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if first_step == 0:
+                self.path.write_text("", encoding="utf-8")
+
+    def say(self, text: str) -> None:
+        """Print a line once, above the bar."""
+        if self.accelerator.is_main_process:
+            self.bar.write(text)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Write values, unrounded, to metrics.jsonl and to the trackers."""
+        if self.accelerator.is_main_process:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        self.accelerator.log(values, step=step)
+
+    def close(self) -> None:
+        """End the bar."""
+        self.bar.close()

@@ -1,0 +1,84 @@
+"""Tokenizer, model and LoRA adapters, from a local folder or the hub.
+
+Every rank opens the safetensors files in the dtype they were saved in: memory-mapped, so all ranks of a machine share
+one copy in the page cache, and wrapping then copies only a rank's own slices (to fp32 masters where they are trained).
+"""
+
+import torch
+from arguments import FinetuneArguments
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+
+def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer. Raises ValueError where it is missing or has no character offsets (slow tokenizer)."""
+    name = arguments.model_name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=arguments.model_revision, trust_remote_code=arguments.trust_remote_code
+        )
+    except Exception as error:  # from_pretrained raises many kinds; all of them mean that nothing was loaded
+        raise ValueError(f"--model_name_or_path {name}: no tokenizer could be loaded: {error}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"--model_name_or_path {name}: needs a fast tokenizer (tokenizer.json) to place the label mask."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # only fills rows: masks come from lengths
+    return tokenizer
+
+
+def load_model(arguments: FinetuneArguments) -> nn.Module:
+    """Load the model on the CPU in training mode with its cache off, as saved on disk.
+
+    Raises:
+        ValueError: it cannot be loaded, or weights are missing on disk and would be random.
+    """
+    name = arguments.model_name_or_path
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype="auto",
+            revision=arguments.model_revision,
+            trust_remote_code=arguments.trust_remote_code,
+            attn_implementation=arguments.attn_implementation,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ValueError(f"--model_name_or_path {name} could not be loaded: {type(error).__name__}: {error}") from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        raise ValueError(f"--model_name_or_path {name}: {len(bad)} weights are missing or misshapen, such as {bad[0]}.")
+    model.config.use_cache = False  # a recomputed block would fill the cache a second time
+    return model.train()
+
+
+def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
+    """Freeze the model and add LoRA adapters if --use_peft, made in fp32 from the current random state.
+
+    Raises:
+        ValueError: --lora_target_modules matches nothing.
+    """
+    if not arguments.use_peft:
+        return model
+    targets = arguments.lora_target_modules
+    config = LoraConfig(
+        r=arguments.lora_r,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config).train()
+    except ValueError as error:
+        raise ValueError(f"--lora_target_modules {' '.join(targets)}: {error}") from error
+
+
+def saved_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that most of the model's parameters have on disk: the dtype to export in under --dtype auto."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=counts.get)

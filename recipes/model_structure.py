@@ -1,0 +1,101 @@
+"""What a transformers model is made of: its blocks, norms, and which modules hold which parameter."""
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of every transformer block, in execution order.
+
+    By class name if given; else the elements of the model's largest outermost ModuleList, and of further ones whose
+    element class the model itself declares not to be split.
+
+    Raises:
+        ValueError: a class name that matches nothing, or no ModuleList; lists the block classes the model has.
+    """
+    named = dict(model.named_modules())
+    lists = outermost_module_lists(model)
+    candidates = sorted({type(block).__name__ for _, blocks in lists for block in blocks})
+    if class_names:
+        present = {original_class_name(module) for module in named.values()}
+        missing = [name for name in class_names if name not in present]
+        if missing:
+            raise ValueError(
+                f"fsdp_transformer_layer_cls_to_wrap: {', '.join(missing)} not in this model. "
+                f"Block classes it has: {', '.join(candidates) or 'none'}. Leave the key out to let them be found."
+            )
+        return [(name, module) for name, module in named.items() if original_class_name(module) in class_names]
+    if not lists:
+        raise ValueError(
+            "No transformer blocks found (no ModuleList of layers). Set fsdp_transformer_layer_cls_to_wrap, "
+            "or fsdp_auto_wrap_policy: SIZE_BASED_WRAP."
+        )
+    declared = set(getattr(base_model(model), "_no_split_modules", None) or ())
+    largest = max(lists, key=lambda entry: num_parameters(entry[1]))[1]
+    chosen = [
+        (f"{list_name}.{i}", block)
+        for list_name, blocks in lists
+        for i, block in enumerate(blocks)
+        if blocks is largest or original_class_name(block) in declared
+    ]
+    return chosen
+
+
+def outermost_module_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """ModuleLists with parameters that lie in no other ModuleList."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        is_nested = any(name.startswith(outer + ".") for outer, _ in found)
+        if isinstance(module, nn.ModuleList) and len(module) and num_parameters(module) and not is_nested:
+            found.append((name, module))
+    return found
+
+
+def outermost(blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Drop blocks that lie inside another block of the list."""
+    names = [name for name, _ in blocks]
+    return [(name, block) for name, block in blocks if not any(name.startswith(other + ".") for other in names)]
+
+
+def count_blocks(model: nn.Module) -> int:
+    """Number of transformer blocks, 0 for a model without a block list."""
+    return len(outermost(find_blocks(model))) if outermost_module_lists(model) else 0
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def original_class_name(module: nn.Module) -> str:
+    """Class name without the prefix that `fully_shard` gives it."""
+    return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of parameters, each counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True for LayerNorm, LlamaRMSNorm and the like (q_norm and k_norm included)."""
+    return "norm" in type(module).__name__.lower() and not any(module.children())
+
+
+def final_norm(model: nn.Module) -> nn.Module | None:
+    """The norm that stands beside the block list and after it, None if the model has none there."""
+    list_name = max(outermost_module_lists(model), key=lambda entry: num_parameters(entry[1]))[0]
+    parent_name, _, own_name = list_name.rpartition(".")
+    children = list(model.get_submodule(parent_name).named_children())
+    position = [name for name, _ in children].index(own_name)
+    norms = [module for _, module in children[position + 1 :] if is_norm(module)]
+    return norms[-1] if norms else None
+
+
+def parameter_owners(model: nn.Module) -> dict[int, set[str]]:
+    """id of a parameter -> names of the modules that hold it (several for tied weights)."""
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(name)
+    return owners
