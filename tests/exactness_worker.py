@@ -1,0 +1,512 @@
+"""Run under `accelerate launch`: every cell of the exactness grid in one process pair, results as JSON.
+
+    accelerate launch --config_file accelerate_configs/default.yaml tests/exactness_worker.py OUT.json [quick | wrap ...]
+
+Each cell builds a tiny model, hands it to the recipe's own hooks and training loop, and compares loss, gradients, norm
+and weights with a replica that knows neither FSDP2 nor recompute: every rank runs its own rows through the plain model
+(same random state, weights cast to the compute dtype), gradients are averaged with one all-reduce.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+import types
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import finetune
+import hook_wrap
+import losses
+import wrap_report
+from hook_activation_checkpointing import (
+    apply_activation_checkpointing,
+    plan_activation_checkpointing,
+    recomputed_blocks,
+)
+from hook_config import HookConfig, read_hook_config
+from hook_wrap import apply_units, plan_units
+from launch import end, make_accelerator, make_device_mesh
+from model_loading import add_adapters
+from model_structure import is_norm
+from optimizer import check_optimizer, make_optimizer
+from tiny_models import tiny_llama
+from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+
+LEARNING_RATE, STEPS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 3, 1.0, 0.1
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BLOCK = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+WRAPS = {
+    "whole": {"fsdp_auto_wrap_policy": "NO_WRAP"},
+    "block": BLOCK,
+    "two_blocks": {**BLOCK, "hook_wrap_blocks_per_unit": 2},
+    "size": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 3000},
+    "embeddings": {**BLOCK, "hook_wrap_embeddings": True},
+    "no_reshard": {**BLOCK, "fsdp_reshard_after_forward": False},
+    "function": {"hook_wrap_function": f"{Path(__file__).parent / 'user_hooks.py'}:wrap_attention_and_mlp"},
+}
+RECOMPUTES = {
+    "none": {"fsdp_activation_checkpointing": False},
+    "every": {"fsdp_activation_checkpointing": True},
+    "every_2nd": {"fsdp_activation_checkpointing": True, "hook_checkpoint_every_n_blocks": 2},
+    "selective": {"fsdp_activation_checkpointing": True, "hook_checkpoint_mode": "selective"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run: how it is wrapped, recomputed, computed, trained."""
+
+    wrap: str
+    recompute: str = "none"
+    dtype: str = "fp32"
+    training: str = "full"  # or lora (dropout 0.1)
+    accumulation: int = 1
+    tied: bool = False
+    extra: tuple[tuple[str, object], ...] = ()
+    reduce_dtype: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        """The cell as a test id."""
+        parts = [self.wrap, self.recompute, self.dtype, self.training, f"accumulation{self.accumulation}"]
+        parts += ["tied"] if self.tied else []
+        parts += [f"{key}={value}" for key, value in self.extra]
+        parts += [f"reduce_{self.reduce_dtype}"] if self.reduce_dtype != "fp32" else []
+        return "-".join(parts)
+
+    def config(self, base: HookConfig) -> HookConfig:
+        """The YAML's keys with this cell's in their place."""
+        keys = {**WRAPS[self.wrap], **RECOMPUTES[self.recompute], **dict(self.extra)}
+        return dataclasses.replace(base, hook_param_dtype=self.dtype, hook_reduce_dtype=self.reduce_dtype, **keys)
+
+
+def grid() -> list[Cell]:
+    """The cells, recompute `none` first so that the others can be compared with it bit by bit."""
+    modes = ("none", "every", "every_2nd")
+    cells = [
+        Cell(wrap, recompute, dtype, training, accumulation)
+        for wrap, dtype, training, accumulation, recompute in product(WRAPS, DTYPES, ("full", "lora"), (1, 3), modes)
+    ]
+    both = list(product(DTYPES, ("full", "lora")))
+    cells += [
+        Cell("block", "selective", dtype, training, accumulation) for dtype, training in both for accumulation in (1, 3)
+    ]
+    cells += [Cell(wrap, mode, dtype, tied=True) for wrap, mode, dtype in product(WRAPS, ("none", "every"), DTYPES)]
+    for dtype, training in both:
+        deferred, ahead = (("hook_reduce_every_micro_batch", False),), (("hook_prefetch_units", 2),)
+        cells.append(Cell("two_blocks", "every_2nd", dtype, training, 3, extra=deferred))
+        cells.append(Cell("two_blocks", "every", dtype, training, 3, extra=ahead))
+        cells.append(Cell("block", "every", dtype, training, 3, extra=(("fsdp_offload_params", True),)))
+    norms = (("hook_norm_dtype", "fp32"),)
+    wraps = ("whole", "block", "two_blocks", "embeddings")
+    cells += [Cell(wrap, "every", "bf16", training, 1, extra=norms) for wrap in wraps for training in ("full", "lora")]
+    cells += [Cell("embeddings", "every", "bf16", tied=True, extra=norms)]
+    cells += [Cell("embeddings", "every", "bf16", "full", accumulation, reduce_dtype="bf16") for accumulation in (1, 3)]
+    return cells
+
+
+def make_model(cell: Cell) -> torch.nn.Module:
+    """The same weights on every rank. Attention dropout stays off; LoRA brings its own."""
+    set_seed(0)
+    model = tiny_llama(tied=cell.tied)
+    model.config.use_cache = False
+    model = model.to(torch.bfloat16) if cell.dtype == "bf16" and cell.training == "lora" else model
+    options = {"use_peft": cell.training == "lora", "lora_target_modules": ["all-linear"]}
+    arguments = types.SimpleNamespace(**options, lora_r=4, lora_alpha=8, lora_dropout=0.1)
+    model = add_adapters(model.train(), arguments)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at the start: the gradient of lora_A would be zero too
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def make_batches(cell: Cell, rank: int, world_size: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Steps of micro-batches, uneven on purpose: few labels here, many there, and none in the last rank's last one."""
+    steps = []
+    for step in range(STEPS):
+        micro_batches = []
+        for micro in range(cell.accumulation):
+            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+            ids = torch.randint(1, 96, (2, 12), generator=generator)
+            labels = ids.clone()
+            labels[0, : 9 if rank == 0 else 3] = -100
+            labels[1, 8:] = -100
+            if world_size > 1 and rank == world_size - 1 and micro == cell.accumulation - 1 and cell.accumulation > 1:
+                labels[:] = -100
+            micro_batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+        steps.append(micro_batches)
+    return steps
+
+
+def replica_run(cell: Cell, world_size: int, rank: int) -> dict:
+    """The reference: no FSDP2, no recompute, no code of the recipes' loop."""
+    model = make_model(cell).float() if cell.training == "full" else make_model(cell)
+    names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    decayed = [p for p in names.values() if p.ndim > 1]
+    others = [p for p in names.values() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE)
+    norm_is_fp32 = dict(cell.extra).get("hook_norm_dtype") == "fp32"
+    fp32_names = {f"{n}.weight" for n, m in model.named_modules() if is_norm(m)} if norm_is_fp32 else set()
+    out = {"losses": [], "norms": [], "gradients": []}
+    set_seed(7, device_specific=False)
+    torch.manual_seed(7 + rank)
+    for micro_batches in make_batches(cell, rank, world_size):
+        count = sum((b["labels"][:, 1:] != -100).sum() for b in micro_batches)
+        dist.all_reduce(count)
+        summed = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in names.items()}
+        loss_sum = torch.zeros(())
+        for batch in micro_batches:
+            weights = {n: p if n in fp32_names else p.to(DTYPES[cell.dtype]) for n, p in model.named_parameters()}
+            with norms_in_fp32(model, fp32_names, DTYPES[cell.dtype]):
+                logits = functional_call(
+                    model, weights, (), {"input_ids": batch["input_ids"], "use_cache": False}
+                ).logits
+            loss = F.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+            )
+            gradients = torch.autograd.grad(loss * world_size / count, list(names.values()))
+            loss_sum += loss.detach()
+            for name, gradient in zip(names, gradients):
+                gradient = gradient.to(DTYPES[cell.reduce_dtype])
+                dist.all_reduce(gradient)
+                summed[name] += (gradient / world_size).float()
+        dist.all_reduce(loss_sum)
+        for name, parameter in names.items():
+            parameter.grad = summed[name].to(parameter.dtype)
+        norm = torch.nn.utils.clip_grad_norm_(list(names.values()), MAX_GRAD_NORM)
+        out["losses"].append((loss_sum / count).item())
+        out["norms"].append(norm.item())
+        out["gradients"].append({name: p.grad.clone() for name, p in names.items()})
+        optimizer.step()
+    out["weights"] = {name: p.detach().clone() for name, p in names.items()}
+    return out
+
+
+@contextlib.contextmanager
+def norms_in_fp32(model: torch.nn.Module, fp32_names: set[str], dtype: torch.dtype):
+    """Norms take fp32 in and hand the compute dtype out, as the norm unit does."""
+    handles = []
+    for name, module in model.named_modules():
+        if f"{name}.weight" in fp32_names:
+            handles.append(module.register_forward_pre_hook(lambda m, args: tuple(a.float() for a in args)))
+            handles.append(module.register_forward_hook(lambda m, args, output: output.to(dtype)))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+class RecordingLog:
+    """Stands where the recipe's MetricsLog stands, and keeps what is written."""
+
+    def __init__(self) -> None:
+        self.total_steps, self.written = STEPS, []
+        self.bar = types.SimpleNamespace(update=lambda: None)
+
+    def say(self, text: str) -> None:
+        """The screen is not needed."""
+
+    def write(self, step: int, values: dict) -> None:
+        """Keep one step's values."""
+        self.written.append(values)
+
+
+def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator) -> dict:
+    """The recipe's hooks in the recipe's order, then the recipe's own training loop."""
+    config = cell.config(base)
+    model = make_model(cell)
+    recomputed = plan_activation_checkpointing(model, config)
+    units = plan_units(model, config)
+    apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
+    mesh = make_device_mesh(accelerator)
+    apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
+    cast_stored_parameters(model, config)
+    wrap_report.check_against_plan(wrap_report.read_units(model), units, recomputed_blocks(model), recomputed)
+    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, (0.9, 0.999), 1e-8)
+    check_optimizer(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    model, prepared = accelerator.prepare(model, optimizer)
+    out = {"gradients": []}
+
+    def record_gradients(*_: object) -> None:
+        named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        out["gradients"].append({n: None if g is None else local(g) for n, g in named.items()})
+
+    optimizer.register_step_pre_hook(record_gradients)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    steps = iter([(b, {"epoch": 0, "rows_seen": 0}) for b in make_batches(cell, rank, world_size)])
+    names = {"max_grad_norm": MAX_GRAD_NORM, "logging_steps": 1, "eval_steps": 0, "save_steps": 0}
+    log = RecordingLog()
+    torch.manual_seed(7 + rank)
+    finetune.train(accelerator, model, prepared, scheduler, steps, [], log, 0, types.SimpleNamespace(**names), config)
+    out["losses"] = [values["loss"] for values in log.written]
+    out["norms"] = [values["grad_norm"] for values in log.written]
+    out["weights"] = {n: local(p) for n, p in model.named_parameters() if p.requires_grad}
+    out["stored"] = sorted({str(p.dtype) for p in model.parameters()})
+    out["state_dtypes"] = sorted({str(v.dtype) for s in optimizer.state.values() for v in s.values()})
+    out["is_sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+    with mock.patch("gc.collect"):  # it would cost more than the run
+        accelerator.free_memory()
+    return out
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a tensor, sharded or whole (FSDP2 cuts dimension 0 into equal chunks)."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach().clone()
+    chunks = torch.chunk(tensor.detach(), dist.get_world_size())
+    return chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else tensor.detach()[:0]
+
+
+def tensor_errors(found: list[dict], expected: list[dict]) -> list[float]:
+    """Per step, the worst |f - e| / max(|e|, 1e-4 x global norm) over tensors: one that is zero in exact arithmetic does
+    not count as wrong for its rounding. A gradient that one side lacks counts as zero there."""
+    squares = []
+    for f, e in zip(found, expected):
+        for name, value in e.items():
+            value = local(value).double()
+            other = torch.zeros_like(value) if f.get(name) is None else f[name].double()
+            squares.append(torch.stack([(other - value).square().sum(), value.square().sum()]))
+    squares = torch.stack(squares)
+    dist.all_reduce(squares)
+    errors, norms = squares.view(len(expected), -1, 2).sqrt().unbind(-1)
+    floors = 1e-4 * norms.norm(dim=1, keepdim=True)
+    return (errors / torch.maximum(norms, floors)).amax(dim=1).tolist()
+
+
+def compare(found: dict, expected: dict) -> dict:
+    """Errors of a run against its reference, step by step."""
+    largest = [(found["weights"][n] - local(w)).abs().max() for n, w in expected["weights"].items() if local(w).numel()]
+    weight = torch.stack(largest).max().float()
+    dist.all_reduce(weight, dist.ReduceOp.MAX)
+    return {
+        "loss": [abs(f - e) / e for f, e in zip(found["losses"], expected["losses"])],
+        "norm": [abs(f - e) / e for f, e in zip(found["norms"], expected["norms"])],
+        "gradient": tensor_errors(found["gradients"], expected["gradients"]),
+        "weight": weight.item(),
+        "norms_before_clipping": found["norms"],
+        "is_sharded": found["is_sharded"],
+        "stored": found["stored"],
+        "state_dtypes": found["state_dtypes"],
+    }
+
+
+def same_bits(found: dict, expected: dict) -> bool:
+    """Whether two runs took the same steps to the last bit."""
+    return found["losses"] == expected["losses"] and all(
+        torch.equal(f[name], e[name]) for f, e in zip(found["gradients"], expected["gradients"]) for name in e
+    )
+
+
+def unsharded_run(cell: Cell, world_size: int) -> dict:
+    """One plain fp32 process on all rows at once: what the mathematics says, whatever the split."""
+    model = make_model(dataclasses.replace(cell, dtype="fp32"))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
+    out = {"losses": [], "norms": [], "gradients": []}
+    per_rank = [make_batches(cell, rank, world_size) for rank in range(world_size)]
+    for step in range(STEPS):
+        batches = [batch for steps in per_rank for batch in steps[step]]
+        ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+        logits = model(ids, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        out["losses"].append(loss.item())
+        out["norms"].append(norm.item())
+        out["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    out["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return out
+
+
+def run_faults(base: HookConfig, accelerator: Accelerator) -> dict:
+    """Plant each classic fault in the recipe's path; the tests demand that the comparison above sees it."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    found = {}
+    enable = PreTrainedModel.activation_checkpointing_enable
+
+    def enable_without_random_state(model, activation_checkpointing_kwargs, **kwargs):
+        forgetful = {**activation_checkpointing_kwargs, "preserve_rng_state": False}
+        return enable(model, activation_checkpointing_kwargs=forgetful, **kwargs)
+
+    dropout = Cell("block", "every", "fp32", "lora")
+    with mock.patch.object(PreTrainedModel, "activation_checkpointing_enable", enable_without_random_state):
+        run = sharded_run(dropout, base, accelerator)
+    found["dropout state not kept"] = compare(run, replica_run(dropout, world_size, rank))
+
+    def mean_of_means(model, batch, step_label_tokens, world_size):
+        local_tokens = max(losses.num_label_tokens(batch["labels"]), 1)
+        return losses.micro_batch_loss(model, batch, local_tokens * world_size, world_size)
+
+    def loss_in_bf16(logits, labels):
+        logits, labels = logits[:, :-1].bfloat16().flatten(0, 1), labels[:, 1:].flatten()
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+    def forgets_a_unit(model, units, *args):
+        return hook_wrap.apply_units(model, units[:-1], *args)
+
+    plain = Cell("block")
+    expected = unsharded_run(plain, world_size)
+    with mock.patch.object(finetune, "micro_batch_loss", mean_of_means):
+        found["mean of means"] = compare(sharded_run(plain, base, accelerator), expected)
+    with mock.patch.object(losses, "token_loss_sum", loss_in_bf16):
+        found["loss in bf16"] = compare(sharded_run(plain, base, accelerator), expected)
+    with mock.patch.dict(globals(), {"apply_units": forgets_a_unit}):
+        found["a key ignored"] = message_of(lambda: sharded_run(plain, base, accelerator))
+    found["optimizer before wrapping"] = message_of(lambda: optimizer_too_early(plain, base, accelerator))
+    found["optimizer after a forward"] = message_of(lambda: optimizer_too_late(plain, base, accelerator))
+    return found
+
+
+def message_of(run: Callable[[], object]) -> str:
+    """The ValueError that a run ends with, empty if it does not."""
+    try:
+        run()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def wrap(cell: Cell, base: HookConfig, accelerator: Accelerator) -> torch.nn.Module:
+    """A wrapped model, as the recipe wraps it."""
+    config, model = cell.config(base), make_model(cell)
+    policies = mixed_precision_policy(config), norm_precision_policy(config)
+    apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), *policies)
+    return model
+
+
+def optimizer_too_early(cell: Cell, base: HookConfig, accelerator: Accelerator) -> None:
+    """The optimizer holds the tensors from before sharding."""
+    unwrapped = make_model(cell)
+    optimizer = make_optimizer(unwrapped, LEARNING_RATE, 0.0, (0.9, 0.999), 1e-8)
+    check_optimizer(wrap(cell, base, accelerator), optimizer)
+
+
+def optimizer_too_late(cell: Cell, base: HookConfig, accelerator: Accelerator) -> None:
+    """The optimizer holds the gathered copies that a forward left behind."""
+    model = wrap(cell, base, accelerator)
+    with torch.no_grad():
+        model(torch.ones(1, 4, dtype=torch.long))  # leaves the root unit gathered
+    check_optimizer(model, make_optimizer(model, LEARNING_RATE, 0.0, (0.9, 0.999), 1e-8))
+
+
+def run_evaluation(base: HookConfig, accelerator: Accelerator) -> dict:
+    """An evaluation between backward and step must not change the run, and must count every row once."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    cell = Cell("block", "every")
+    batches = make_batches(cell, rank, world_size)[0]
+    plain = sharded_run(cell, base, accelerator)
+    evaluated = []
+
+    def clip_after_evaluation(accelerator, model, max_norm):
+        evaluated.append(finetune.evaluate(accelerator, model, batches))
+        return clip(accelerator, model, max_norm)
+
+    clip = finetune.clip_grad_norm
+    with mock.patch.object(finetune, "clip_grad_norm", clip_after_evaluation):
+        disturbed = sharded_run(cell, base, accelerator)
+    without_reshard = mock.patch.object(finetune, "reshard_all", lambda model: None)
+    with mock.patch.object(finetune, "clip_grad_norm", clip_after_evaluation), without_reshard:
+        naive = sharded_run(cell, base, accelerator)
+    expected = unsharded_run(cell, world_size)["losses"][0]
+    return {
+        "same_bits": same_bits(disturbed, plain),
+        "naive_norm_error": abs(naive["norms"][0] - plain["norms"][0]) / plain["norms"][0],
+        "loss_error": abs(evaluated[0] - expected) / expected,
+    }
+
+
+def count_collectives(base: HookConfig, accelerator: Accelerator) -> dict:
+    """[all-gathers, reduce-scatters] of one forward and backward: ours, and Accelerate's own path at the same units."""
+    counts = {}
+    layouts = {"block": {}, "embeddings": {"hook_wrap_embeddings": True}, "norms": {"hook_norm_dtype": "fp32"}}
+    for name, keys in layouts.items():
+        counts[name] = collectives_of(wrap(Cell("block", dtype="bf16", extra=tuple(keys.items())), base, accelerator))
+    plugin = accelerator.state.fsdp_plugin
+    own_values = dict(plugin.__dict__)
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, ["LlamaDecoderLayer"]
+    model = make_model(Cell("block"))
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    counts["accelerate"] = collectives_of(model)
+    plugin.__dict__.update(own_values)
+    return counts
+
+
+def collectives_of(model: torch.nn.Module) -> list[int]:
+    """[all-gathers, reduce-scatters] of one forward and backward."""
+    ids = torch.ones(2, 8, dtype=torch.long)
+    with CommDebugMode() as mode:
+        losses.token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids).backward()
+    counts = {str(op): number for op, number in mode.get_comm_counts().items()}
+    gathers = sum(number for op, number in counts.items() if "all_gather" in op or "allgather" in op)
+    scatters = sum(number for op, number in counts.items() if "reduce_scatter" in op)
+    return [gathers, scatters]
+
+
+def main() -> None:
+    out_path, *wraps = sys.argv[1:]
+    finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a tiny step
+    base = read_hook_config(None)
+    base = dataclasses.replace(base, hook_reduce_dtype="fp32", hook_offload_optimizer=False)
+    accelerator = make_accelerator(base, 65536.0)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    results: dict = {"world_size": world_size, "cells": {}, "unsharded": {}}
+    cells = [cell for cell in grid() if not wraps or cell.wrap in wraps]
+    if wraps == ["quick"]:  # for other world sizes
+        quick = product(("block", "two_blocks", "embeddings"), DTYPES, ("full", "lora"), (1, 3))
+        cells = [Cell(wrap, "every", dtype, training, acc) for wrap, dtype, training, acc in quick]
+    references: dict = {}
+    for cell in cells:
+        key = dataclasses.replace(
+            cell, wrap="", recompute="", extra=tuple(e for e in cell.extra if e[0] == "hook_norm_dtype")
+        )
+        if key not in references:
+            references[key] = replica_run(cell, world_size, rank)
+        found = sharded_run(cell, base, accelerator)
+        entry = compare(found, references[key])
+        if cell.training == "full" and cell.dtype == "fp32" and not cell.extra:
+            plain = Cell("", tied=cell.tied, accumulation=cell.accumulation, training="unsharded")
+            if plain not in references:
+                references[plain] = unsharded_run(cell, world_size)
+            entry["unsharded"] = compare(found, references[plain])
+        without = dataclasses.replace(cell, recompute="none")
+        if cell.recompute == "none":
+            references[without] = found
+        elif without in references:
+            entry["same_bits_as_without_recompute"] = same_bits(found, references[without])
+        results["cells"][cell.name] = entry
+    if not wraps or wraps == ["extras"]:
+        results["faults"] = run_faults(base, accelerator)
+        results["evaluation"] = run_evaluation(base, accelerator)
+        results["collectives"] = count_collectives(base, accelerator)
+    gathered = [None] * world_size
+    dist.all_gather_object(gathered, [entry["norms_before_clipping"] for entry in results["cells"].values()])
+    results["norms_equal_on_all_ranks"] = all(other == gathered[0] for other in gathered)
+    if rank == 0:
+        Path(out_path).write_text(json.dumps(results, indent=1))
+    end(accelerator)
+
+
+if __name__ == "__main__":
+    main()

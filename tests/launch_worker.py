@@ -1,0 +1,62 @@
+"""Prints, as one JSON line from rank 0, what the launch path found. Used by test_launch.py instead of a whole recipe.
+
+With `--fail RANK` that rank raises ValueError in a block of stop_together; with `--break RANK` an unexpected error.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from hook_config import as_plain_dict, read_hook_config
+from launch import connect_ranks, end, make_accelerator, make_device_mesh, stop_together
+
+
+def option(name: str) -> str | None:
+    """The word after an option of this script."""
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
+
+
+def main() -> None:
+    with stop_together():
+        config_path = option("--accelerate_config")
+        if config_path and "{rank}" in config_path:
+            config_path = config_path.format(rank=connect_ranks().process_index)
+        config = read_hook_config(config_path)
+    with stop_together():
+        accelerator = make_accelerator(config, 65536.0)
+    rank = accelerator.process_index
+    with stop_together():
+        if option("--fail") == str(rank):
+            raise ValueError(f"rank {rank} found a bad row")
+        if option("--break") == str(rank):
+            raise RuntimeError("an unexpected error")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=make_device_mesh(accelerator))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model(torch.full((1, 4), float(rank))).sum().backward()
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e9).item()
+    found = {
+        "world_size": accelerator.num_processes,
+        "type": str(accelerator.distributed_type),
+        "is_fsdp2": accelerator.is_fsdp2,
+        "backend": torch.distributed.get_backend(),
+        "found_by": config.found_by,
+        "path": config.path,
+        "norm": norm,
+        "gathered": accelerator.gather(torch.tensor([rank])).tolist(),
+        "keys": as_plain_dict(config),
+    }
+    accelerator.print("FOUND " + json.dumps(found))
+    end(accelerator)
+
+
+if __name__ == "__main__":
+    main()

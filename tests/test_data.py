@@ -1,0 +1,654 @@
+"""Rows to batches and the loss: what is learnt, which rows each rank takes, and how loss is counted."""
+
+import functools
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from data import (
+    collate,
+    count_steps,
+    evaluation_batches,
+    first_bad_line,
+    label_tokens,
+    load_rows,
+    render_chat,
+    render_row,
+    shuffled_order,
+    split_rows,
+    tokenize_rows,
+    training_steps,
+)
+from datasets import Dataset
+from losses import IGNORE_INDEX, micro_batch_loss, num_label_tokens, token_loss_sum
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+REPO = Path(__file__).parent.parent
+SAMPLE_MODEL = REPO / "recipes" / "sample" / "model"
+CASES = REPO.parent / "shared" / "cases"
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "Hi there, you assistant."},
+    {"role": "assistant", "content": "Hello!\nTwo lines; naïve café 你好 🙂."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Good bye."},
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@functools.cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    path = {"sample": SAMPLE_MODEL, "stories260K": CASES / "models" / name}.get(name, CASES / "tokenizers" / name)
+    if not path.is_dir():
+        pytest.skip(f"{path} is not part of a clone")
+    return AutoTokenizer.from_pretrained(path)
+
+
+def toy_tokenizer(
+    chat_template: str | None = None, adds_bos: bool = False, adds_eos: bool = False
+) -> PreTrainedTokenizerFast:
+    """Letters, `ow` as a merge, and a tokenizer that writes its own begin or end token where asked."""
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz :.", "ow"])}
+    core = Tokenizer(models.BPE(vocabulary, [("o", "w")]))
+    core.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    core.decoder = decoders.Fuse()
+    core.pre_tokenizer = pre_tokenizers.Split(".", "isolated")
+    if adds_bos or adds_eos:
+        single = " ".join(["<s>"] * adds_bos + ["$A"] + ["</s>"] * adds_eos)
+        core.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def learnt(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each unbroken run of labels."""
+    assert len(ids) == len(labels)
+    assert all(label in (IGNORE_INDEX, token) for token, label in zip(ids, labels)), "labels are ids, unshifted"
+    runs = itertools.groupby(labels, key=lambda label: label != IGNORE_INDEX)
+    kept = [list(run) for is_learnt, run in runs if is_learnt]
+    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in kept]
+
+
+def tokenize_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    text, spans = render_chat(messages, tokenizer)
+    return label_tokens(text, spans, tokenizer, add_special_tokens=False)
+
+
+def tokenize(rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int = 64) -> tuple[list[dict], str]:
+    return tokenize_rows(Dataset.from_list(rows), tokenizer, max_length, "train")
+
+
+# --- the label mask of a chat
+
+
+@pytest.mark.parametrize(("name", "end"), [("sample", "<|im_end|>"), ("llama3_1", "<|eot_id|>")])
+@pytest.mark.parametrize("head", [[], [SYSTEM]])
+def test_exactly_the_assistant_turns_and_their_ends_are_learnt(name: str, end: str, head: list[dict]) -> None:
+    tokenizer = tokenizer_of(name)
+    ids, labels = tokenize_chat([*head, *TURNS], tokenizer)
+    assert learnt(ids, labels, tokenizer) == [TURNS[1]["content"] + end, TURNS[3]["content"] + end]
+
+
+@pytest.mark.parametrize("name", ["sample", "llama3_1", "qwen3"])
+def test_chat_has_the_ids_that_the_templates_own_call_gives(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    for messages in (TURNS[:2], [SYSTEM, *TURNS[:2]]):
+        ids, _ = tokenize_chat(messages, tokenizer)
+        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        assert ids == expected
+
+
+def test_labels_agree_with_the_samples_own_generation_markers() -> None:
+    tokenizer = tokenizer_of("sample")
+    encoded = tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    _, labels = tokenize_chat(TURNS, tokenizer)
+    assert sum(encoded["assistant_masks"]) > 5
+    assert [int(label != IGNORE_INDEX) for label in labels] == encoded["assistant_masks"]
+
+
+def test_single_turn_of_a_thinking_template_learns_what_follows_the_generation_prompt() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    ids, labels = tokenize_chat(TURNS[:2], tokenizer)
+    (text,) = learnt(ids, labels, tokenizer)
+    assert text.endswith(TURNS[1]["content"] + "<|im_end|>")
+    prompt = tokenizer.apply_chat_template(TURNS[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids).startswith(prompt + text)
+
+
+def test_template_that_rewrites_an_earlier_turn_is_never_masked_silently() -> None:
+    rewrites = (
+        "{% for m in messages %}{{ m['role'] + ':' }}"
+        "{% if m['role'] == 'assistant' and not loop.last %}{{ 'old' }}{% endif %}{{ m['content'] + '</s>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    with pytest.raises(ValueError, match="turn 2 differently"):
+        render_chat(TURNS, toy_tokenizer(rewrites))
+    assert render_chat(TURNS[:2], toy_tokenizer(rewrites))[1]
+
+
+def test_multi_turn_chat_of_a_thinking_template_is_masked_or_refused_by_name() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    try:
+        ids, labels = tokenize_chat(TURNS, tokenizer)
+    except ValueError as error:
+        assert "turn 2" in str(error)
+        return
+    assert [text.endswith("<|im_end|>") for text in learnt(ids, labels, tokenizer)] == [True, True]
+
+
+def test_template_without_generation_markers_still_learns_the_answers() -> None:
+    tokenizer = toy_tokenizer(TEMPLATE)
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    ids, labels = tokenize_chat(messages, tokenizer)
+    assert learnt(ids, labels, tokenizer) == ["cd</s>"]
+    assert labels.count(tokenizer.eos_token_id) == 1
+    assert ids.count(tokenizer.eos_token_id) == 2
+
+
+# --- the seam, begin and end tokens
+
+
+def test_token_merged_across_the_seam_counts_as_answer() -> None:
+    tokenizer = toy_tokenizer()
+    assert len(tokenizer("o").input_ids) + len(tokenizer("w").input_ids) == 2
+    assert len(tokenizer("ow").input_ids) == 1
+    text, spans = render_row({"prompt": "ho", "completion": "w a"}, "prompt/completion", tokenizer)
+    ids, labels = label_tokens(text, spans, tokenizer, add_special_tokens=True)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["h", "ow", " ", "a", "</s>"]
+    assert labels == [IGNORE_INDEX, *ids[1:]]
+
+
+def test_pad_equal_to_eos_does_not_mask_the_real_eos() -> None:
+    rows = [
+        {"input_ids": [0, 2, 1], "labels": [0, 2, 1]},
+        {"input_ids": [0, 2, 3, 1], "labels": [0, 2, 3, 1]},
+    ]
+    batch = collate(rows, pad_token_id=1)
+    assert batch["labels"].tolist() == [[0, 2, 1, IGNORE_INDEX], [0, 2, 3, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch["input_ids"].tolist() == [[0, 2, 1, 1], [0, 2, 3, 1]]
+
+
+@pytest.mark.parametrize("name", ["stories260K", "llama2", "llama3_1"])
+@pytest.mark.parametrize(
+    "row", [{"prompt": "once upon", "completion": " a time é 🙂"}, {"text": "once upon a time"}], ids=["pair", "text"]
+)
+def test_row_has_exactly_one_begin_token_and_one_end_token(name: str, row: dict[str, str]) -> None:
+    tokenizer = tokenizer_of(name)
+    (kept,), _ = tokenize([row], tokenizer)
+    ids, labels = kept["input_ids"], kept["labels"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert labels[-1] == ids[-1] == tokenizer.eos_token_id
+    if "prompt" in row:
+        (text,) = learnt(ids, labels, tokenizer)
+        assert text.strip() == row["completion"].strip() + tokenizer.eos_token
+    else:
+        assert labels[1:] == ids[1:]
+
+
+@pytest.mark.parametrize("name", ["sample", "llama3_1"])
+def test_chat_has_no_second_begin_token_before_the_templates_own(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    ids, _ = tokenize_chat(TURNS, tokenizer)
+    rendered = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert ids.count(tokenizer.bos_token_id) == rendered.count(tokenizer.bos_token)
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == rendered
+
+
+@pytest.mark.parametrize("writes_bos", [True, False])
+def test_chat_has_exactly_one_begin_token_where_the_tokenizer_adds_one(writes_bos: bool) -> None:
+    tokenizer = toy_tokenizer(("<s>" if writes_bos else "") + TEMPLATE, adds_bos=True)
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    (row,), _ = tokenize([{"messages": messages}], tokenizer)
+    assert row["input_ids"].count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("adds_eos", [False, True])
+def test_text_that_writes_its_own_end_token_gets_no_second_one(adds_eos: bool) -> None:
+    tokenizer = toy_tokenizer(adds_bos=True, adds_eos=adds_eos)
+    kept, _ = tokenize([{"text": "ab"}, {"text": "ab</s>"}], tokenizer)
+    expected = tokenizer.convert_tokens_to_ids(["<s>", "a", "b", "</s>"])
+    assert [row["input_ids"] for row in kept] == [expected] * 2
+    assert all(row["labels"][1:] == expected[1:] for row in kept)
+
+
+def test_text_that_writes_its_own_begin_token_gets_no_second_one() -> None:
+    kept, _ = tokenize([{"text": "<s>ab"}], toy_tokenizer(adds_bos=True))
+    pair, _ = tokenize([{"prompt": "<s>a", "completion": "b"}], toy_tokenizer(adds_bos=True))
+    assert [row["input_ids"].count(0) for row in [*kept, *pair]] == [1, 1]
+
+
+# --- counting and refusing rows
+
+
+def test_over_long_rows_are_cut_and_counted() -> None:
+    tokenizer = toy_tokenizer()
+    kept, line = tokenize([{"text": "a" * n} for n in (3, 9, 10, 11, 30)], tokenizer, max_length=10)
+    assert [len(row["input_ids"]) for row in kept] == [4, 10, 10, 10, 10]
+    assert "3 row(s) cut at max_length 10" in line
+    assert "0 left out" in line
+
+
+def test_prompt_as_long_as_the_limit_is_left_out_and_counted() -> None:
+    tokenizer = toy_tokenizer()
+    rows = [{"prompt": "a" * n, "completion": "b"} for n in (3, 9, 10, 11)]
+    kept, line = tokenize(rows, tokenizer, max_length=10)
+    assert [len(row["input_ids"]) for row in kept] == [5, 10]
+    assert all(num_label_tokens(torch.tensor([row["labels"]])) > 0 for row in kept)
+    assert "2 left out without a label" in line
+    assert "2 rows" in line
+
+
+def test_line_counts_tokens_and_labels_that_are_trained() -> None:
+    tokenizer = toy_tokenizer()
+    kept, line = tokenize([{"prompt": "aaa", "completion": "bb"}, {"prompt": "", "completion": "c"}], tokenizer)
+    trained = sum(num_label_tokens(torch.tensor([row["labels"]])) for row in kept)
+    assert trained == 3 + 1  # b b </s>; </s> (the first token of a row is never predicted)
+    assert f"8 tokens, {trained} of them labels" in line
+
+
+def test_every_row_masked_is_an_error_not_a_loss_of_zero() -> None:
+    with pytest.raises(ValueError, match="raise --max_length"):
+        tokenize([{"prompt": "a" * 20, "completion": "b"}] * 3, toy_tokenizer(), max_length=10)
+
+
+CHAT = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"messages": None},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
+        {"messages": [{"role": "user", "content": None}, CHAT]},
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                CHAT,
+                {"role": "user", "content": "a"},
+                {**CHAT, "content": None},
+            ]
+        },
+    ],
+)
+@pytest.mark.parametrize("name", ["sample", "llama3_1"])
+def test_bad_chat_names_its_row(name: str, bad: dict[str, Any]) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}, CHAT]}
+    with pytest.raises(ValueError, match="train data, row 2 "):
+        tokenize([good, bad, good], tokenizer_of(name))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prompt": None, "completion": "b"},
+        {"prompt": "a", "completion": None},
+        {"prompt": "a", "completion": ""},
+    ],
+)
+def test_bad_pair_names_its_row(bad: dict[str, Any]) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    with pytest.raises(ValueError, match=r"train data, row 3 \(prompt/completion\)"):
+        tokenize([good, good, bad], toy_tokenizer())
+
+
+def test_chat_that_the_template_itself_refuses_names_its_row() -> None:
+    alternating = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] + ':' + m['content'] + '</s>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    good = {"messages": [{"role": "user", "content": "a"}, CHAT]}
+    with pytest.raises(ValueError, match=r"train data, row 2 \(messages\).*roles must alternate"):
+        tokenize([good, {"messages": [CHAT, CHAT]}], toy_tokenizer(alternating))
+
+
+def test_chat_without_a_template_is_refused_with_the_ways_out() -> None:
+    with pytest.raises(ValueError, match="no chat template; use prompt/completion"):
+        tokenize([{"messages": TURNS}], toy_tokenizer())
+
+
+def test_unknown_columns_are_refused_with_the_formats() -> None:
+    with pytest.raises(ValueError) as caught:
+        tokenize([{"instruction": "a", "output": "b"}], toy_tokenizer())
+    for word in ("instruction", "messages", "prompt + completion", "text"):
+        assert word in str(caught.value)
+
+
+# --- files
+
+
+def write(folder: Path, name: str, data: bytes | str) -> Path:
+    path = folder / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+GOOD = '{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (GOOD + '{"text": "b"\n', 2),
+        (GOOD + "\n" + GOOD + "[1]\n", 4),
+        (GOOD + GOOD + "nonsense\n" + GOOD, 3),
+        (GOOD + '{"text": "cut off', 2),
+        (GOOD.encode() + b'{"text": "\xff"}\n', 2),
+    ],
+)
+def test_bad_json_names_file_and_line(tmp_path: Path, content: bytes | str, line: int) -> None:
+    path = write(tmp_path, "rows.jsonl", content)
+    with pytest.raises(ValueError) as caught:
+        load_rows(str(path), "train", "test")
+    assert f"{path}, line {line}:" in str(caught.value)
+
+
+def test_bad_line_in_a_folder_names_the_file(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", GOOD)
+    bad = write(tmp_path, "test.jsonl", GOOD + "{\n")
+    with pytest.raises(ValueError) as caught:
+        load_rows(str(tmp_path), "train", "test")
+    assert f"{bad}, line 2:" in str(caught.value)
+
+
+def test_bom_blank_lines_crlf_and_no_final_newline_read_like_the_clean_file(tmp_path: Path) -> None:
+    lines = ['{"text": "a"}', '{"text": "b\u2028c"}', '{"text": "d"}']
+    forms = {
+        "clean": "\n".join(lines) + "\n",
+        "bom": "\ufeff" + "\n".join(lines) + "\n",
+        "crlf": "\r\n".join(lines) + "\r\n",
+        "blank": "\n\n".join(lines) + "\n\n",
+        "open": "\n".join(lines),
+    }
+    for form, text in forms.items():
+        path = write(tmp_path, f"{form}.jsonl", text)
+        assert first_bad_line(path) is None, form
+        assert load_rows(str(path), "train", "test")[0]["text"] == ["a", "b\u2028c", "d"], form
+
+
+def test_empty_file_is_named(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.json"):
+        path = write(tmp_path, name, "")
+        with pytest.raises(ValueError) as caught:
+            load_rows(str(path), "train", "test")
+        assert str(path) in str(caught.value)
+        assert "is empty" in str(caught.value)
+
+
+def test_unknown_file_kind_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, "rows.docx", "x")
+    with pytest.raises(ValueError, match=r"\.docx file, allowed: \.jsonl"):
+        load_rows(str(path), "train", "test")
+
+
+def test_json_array_and_jsonl_and_folder_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder, "train.jsonl", lines)
+    write(folder, "test.jsonl", json.dumps(rows[0]) + "\n")
+    for path in (write(tmp_path, "a.jsonl", lines), write(tmp_path, "a.json", json.dumps(rows)), folder):
+        train, test = load_rows(str(path), "train", "test")
+        assert train.to_list() == rows
+        assert (test is None) == (path != folder)
+    assert test.to_list() == rows[:1]
+
+
+def test_missing_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", GOOD)
+    with pytest.raises(ValueError, match="no split 'training'; it has: train"):
+        load_rows(str(tmp_path), "training", "test")
+
+
+# --- which rows each rank takes
+
+SIZES = [
+    (n, micro, accumulation, world)
+    for n in (*range(1, 20), 31, 32, 33, 64, 97)
+    for micro in (1, 2, 3)
+    for accumulation in (1, 2, 3)
+    for world in (1, 2, 3, 4)
+]
+
+
+def test_every_row_is_taken_once_and_every_rank_runs_as_many_micro_batches() -> None:
+    for n, micro, accumulation, world in SIZES:
+        ranks = [split_rows(list(range(n)), micro, accumulation, rank, world) for rank in range(world)]
+        taken = [row for steps in ranks for step in steps for batch in step for row in batch]
+        assert sorted(taken) == list(range(n)), (n, micro, accumulation, world)
+        for steps in zip(*ranks, strict=True):
+            assert len({len(step) for step in steps}) == 1
+            assert 1 <= len(steps[0]) <= accumulation
+        assert all(len(batch) <= micro for steps in ranks for step in steps for batch in step)
+        assert len(ranks[0]) == count_steps(n, micro * accumulation * world, 1.0, -1)
+
+
+def test_a_step_takes_the_same_rows_on_any_number_of_ranks() -> None:
+    for n in (*range(1, 40), 64, 97):
+        order = shuffled_order(n, seed=3, epoch=1)
+        by_split = []
+        for micro, accumulation, world in [(1, 8, 1), (8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 1, 4), (1, 1, 8)]:
+            ranks = [split_rows(order, micro, accumulation, rank, world) for rank in range(world)]
+            by_split.append([sorted(itertools.chain(*itertools.chain(*steps))) for steps in zip(*ranks, strict=True)])
+        assert all(steps == by_split[0] for steps in by_split), n
+
+
+def test_no_micro_step_is_empty_on_every_rank() -> None:
+    for n, micro, accumulation, world in SIZES:
+        ranks = [split_rows(list(range(n)), micro, accumulation, rank, world) for rank in range(world)]
+        for steps in zip(*ranks, strict=True):
+            assert all(any(batches) for batches in zip(*steps, strict=True))
+
+
+def test_order_is_a_permutation_that_differs_between_epochs_and_seeds() -> None:
+    orders = [shuffled_order(50, seed, epoch) for seed, epoch in [(0, 0), (0, 1), (7, 0), (7, 1)]]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert all(first != second for first, second in itertools.combinations(orders, 2))
+    assert shuffled_order(50, 7, 1) == orders[3]
+
+
+def test_order_does_not_touch_or_read_the_global_random_state() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = shuffled_order(50, 0, 0)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert shuffled_order(50, 0, 0) == first
+
+
+def make_rows(n: int) -> list[dict[str, list[int]]]:
+    """Rows that can be told apart by their second token."""
+    return [{"input_ids": [1, 100 + i, 2], "labels": [IGNORE_INDEX, 100 + i, 2]} for i in range(n)]
+
+
+def rows_in(batches: list[dict[str, torch.Tensor]]) -> list[int]:
+    labelled = [labels for batch in batches for labels in batch["labels"].tolist() if set(labels) != {IGNORE_INDEX}]
+    return [labels[1] - 100 for labels in labelled]
+
+
+def run(n: int, steps: int, micro: int, accumulation: int, world: int, **position: int) -> tuple[list, list]:
+    """(sorted rows of each step over all ranks, position after each step)."""
+    ranks = [
+        training_steps(make_rows(n), micro, accumulation, rank, world, seed=5, pad_token_id=0, **position)
+        for rank in range(world)
+    ]
+    taken, positions = [], []
+    for _ in range(steps):
+        results = [next(rank) for rank in ranks]
+        assert len({len(batches) for batches, _ in results}) == 1
+        assert len({tuple(after.items()) for _, after in results}) == 1
+        taken.append(sorted(row for batches, _ in results for row in rows_in(batches)))
+        positions.append(results[0][1])
+    return taken, positions
+
+
+@pytest.mark.parametrize("n", [1, 7, 16, 17])
+def test_training_continues_at_any_position_also_on_another_number_of_ranks(n: int) -> None:
+    whole, positions = run(n, 8, micro=2, accumulation=2, world=1)
+    assert Counter(itertools.chain(*whole[: -(-n // 4)])) == Counter(range(n))
+    for done in range(1, 7):
+        for micro, accumulation, world in [(2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]:
+            rest, after = run(n, 8 - done, micro, accumulation, world, **positions[done - 1])
+            assert rest == whole[done:], (n, done, world)
+            assert after == positions[done:]
+
+
+def test_training_reads_every_row_once_per_epoch_in_another_order_each_time() -> None:
+    taken, positions = run(10, 9, micro=1, accumulation=2, world=2)
+    epochs = [list(itertools.chain(*taken[i : i + 3])) for i in (0, 3, 6)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(map(tuple, taken[i : i + 3])) for i in (0, 3, 6)}) == 3
+    assert [position["epoch"] for position in positions] == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert positions[2] == {"epoch": 1, "rows_seen": 0}
+
+
+def test_loader_workers_give_the_same_batches() -> None:
+    def ids(num_workers: int) -> list[list[int]]:
+        steps = training_steps(make_rows(7), 2, 2, 0, 1, seed=0, pad_token_id=0, num_workers=num_workers)
+        return [batch["input_ids"].tolist() for _ in range(2) for batch in next(steps)[0]]
+
+    assert ids(0) == ids(1)
+
+
+def test_evaluation_covers_every_row_once_and_fillers_have_no_label() -> None:
+    for n, batch_size, world in itertools.product((1, 2, 5, 8, 9, 17), (1, 2, 4), (1, 2, 3, 4)):
+        rows = make_rows(n)
+        ranks = [list(evaluation_batches(rows, batch_size, rank, world, pad_token_id=0)) for rank in range(world)]
+        assert len({len(batches) for batches in ranks}) == 1
+        assert sorted(row for batches in ranks for row in rows_in(batches)) == list(range(n))
+        labels = sum(num_label_tokens(batch["labels"]) for batches in ranks for batch in batches)
+        assert labels == 2 * n  # two per row, so fillers add none
+
+
+# --- the loss
+
+
+def by_hand(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Next-token cross-entropy written out with plain loops in float64."""
+    total = 0.0
+    for b, t in itertools.product(range(labels.shape[0]), range(labels.shape[1] - 1)):
+        target = int(labels[b, t + 1])
+        if target != IGNORE_INDEX:
+            scores = logits[b, t].double()
+            total += float(scores.exp().sum().log() - scores[target])
+    return total
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batch_of(lengths: list[int], prompt: int = 2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(0, 64, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]})
+    return collate(rows, pad_token_id=0)
+
+
+def test_loss_is_the_next_tokens_and_not_the_one_after() -> None:
+    model, batch = tiny_llama(), batch_of([5, 9, 3])
+    assert batch["labels"].shape == batch["input_ids"].shape
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        expected = by_hand(logits, batch["labels"])
+        assert float(token_loss_sum(logits, batch["labels"])) == pytest.approx(expected, rel=1e-6)
+        mean_of_the_library = model(**batch).loss
+    tokens = num_label_tokens(batch["labels"])
+    assert tokens == (5 - 2) + (9 - 2) + (3 - 2)
+    assert float(mean_of_the_library) == pytest.approx(expected / tokens, rel=1e-6)
+
+
+def test_loss_is_fp32_and_summed_in_fp32_from_bf16_logits() -> None:
+    labels = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    loss = token_loss_sum(logits, labels)
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(by_hand(logits, labels), rel=1e-6)
+
+
+def test_row_without_labels_gives_a_loss_of_zero_with_a_graph() -> None:
+    logits = torch.randn(1, 4, 8, requires_grad=True)
+    loss = token_loss_sum(logits, torch.full((1, 4), IGNORE_INDEX))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def gradients(model: LlamaForCausalLM, batches: list[dict[str, torch.Tensor]], world: int) -> list[torch.Tensor]:
+    """What the ranks' averaged gradients are, with each batch on its own rank where world > 1."""
+    model.zero_grad()
+    tokens = sum(num_label_tokens(batch["labels"]) for batch in batches)
+    for batch in batches:
+        loss, _ = micro_batch_loss(model, batch, tokens, world)
+        (loss / world).backward()  # FSDP2 averages over ranks
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_accumulated_micro_batches_of_unequal_length_equal_one_batch(world: int) -> None:
+    model, rows = tiny_llama(), [[5], [9], [3], [12]]
+    together = batch_of([length for (length,) in rows])
+    one_by_one = [
+        {name: value[i : i + 1, :length] for name, value in together.items()} for i, (length,) in enumerate(rows)
+    ]
+    expected = gradients(model, [together], 1)
+    found = gradients(model, one_by_one, world)
+    scale = max(float(gradient.abs().max()) for gradient in expected)
+    for one, other in zip(found, expected):
+        assert float((one - other).abs().max()) <= 1e-5 * scale  # fp32 sums in another order
+
+
+def test_balancing_loss_is_weighted_by_the_share_of_label_tokens() -> None:
+    class Experts(torch.nn.Module):
+        config = type("Config", (), {"router_aux_loss_coef": 0.5})()
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            logits = torch.zeros(*input_ids.shape, 64)
+            return type("Output", (), {"logits": logits, "aux_loss": torch.tensor(3.0)})()
+
+    batch = batch_of([6])
+    tokens = num_label_tokens(batch["labels"])
+    loss, loss_sum = micro_batch_loss(Experts(), batch, step_label_tokens=10, world_size=2)
+    assert float(loss_sum) == pytest.approx(tokens * float(torch.log(torch.tensor(64.0))), rel=1e-6)
+    assert float(loss) == pytest.approx((float(loss_sum) + 0.5 * 3.0 * tokens) * 2 / 10, rel=1e-6)
+
+
+def test_steps_of_a_run_are_counted_over_whole_epochs_unless_given() -> None:
+    assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=2.0, max_steps=-1) == 6
+    assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=0.5, max_steps=-1) == 2
+    assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=2.0, max_steps=5) == 5

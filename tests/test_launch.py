@@ -1,0 +1,174 @@
+"""Every way to start a script ends in real FSDP2 over all processes, or in one clear error on all of them."""
+
+import json
+import os
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from launching import CONFIGS, ROOT, accelerate_launch, run, torchrun
+
+WORKER = ROOT / "tests" / "launch_worker.py"
+DEFAULT = CONFIGS / "default.yaml"
+
+
+def found(done):
+    assert done.returncode == 0, done.stdout[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def errors(done):
+    assert done.returncode != 0, done.stdout[-3000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("Error: ")]
+
+
+def changed_yaml(path, **changes):
+    values = yaml.safe_load(DEFAULT.read_text())
+    fsdp = {key: value for key, value in changes.items() if key.startswith(("fsdp_", "hook_"))}
+    values["fsdp_config"].update(fsdp)
+    values.update({key: value for key, value in changes.items() if key not in fsdp})
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def test_accelerate_runs_fsdp2_on_cpu():
+    """Accelerate alone would run each process by itself here: world size 1, no communication, exit status 0."""
+    seen = found(accelerate_launch(WORKER))
+    assert seen["world_size"] == 2 and seen["is_fsdp2"] and "FSDP" in seen["type"]
+    assert seen["gathered"] == [0, 1]
+    assert seen["found_by"] == "accelerate launch --config_file" and seen["path"] == str(DEFAULT)
+    # weight gradient: mean over ranks of x = (0 + 1) / 2 in 16 places; bias gradient: 1 in 4 places
+    assert seen["norm"] == pytest.approx((16 * 0.25 + 4) ** 0.5, rel=1e-6)
+    assert torch.cuda.is_available() or seen["backend"] == "gloo"
+
+
+def test_launcher_flags_override_the_yaml_and_the_report_says_so(tmp_path):
+    flags = ("--num_processes", 1, "--mixed_precision", "no", "--fsdp_activation_checkpointing", "false")
+    seen = found(accelerate_launch(WORKER, flags=flags))
+    assert seen["world_size"] == 1
+    assert seen["keys"]["fsdp_activation_checkpointing"] == {"value": False, "origin": "launcher flag"}
+    assert seen["keys"]["hook_param_dtype"]["value"] == "fp32"
+    assert seen["keys"]["hook_reduce_dtype"] == {"value": "fp32", "origin": "YAML"}
+
+
+def test_relative_path_is_resolved_where_the_launcher_was_started(tmp_path):
+    shutil.copy(DEFAULT, tmp_path / "mine.yaml")
+    seen = found(accelerate_launch(WORKER, config="mine.yaml", cwd=tmp_path))
+    assert seen["path"] == str(tmp_path / "mine.yaml")
+
+
+def test_default_file_of_accelerate_is_found(tmp_path):
+    (tmp_path / "accelerate").mkdir()
+    shutil.copy(DEFAULT, tmp_path / "accelerate" / "default_config.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", str(WORKER)]
+    seen = found(run(command, HF_HOME=str(tmp_path)))
+    assert seen["found_by"] == "accelerate's default file" and seen["world_size"] == 2
+
+
+def test_torchrun_and_plain_python_take_the_same_path():
+    seen = found(torchrun(WORKER, "--accelerate_config", DEFAULT))
+    assert seen["world_size"] == 2 and seen["is_fsdp2"] and seen["found_by"] == "--accelerate_config"
+    alone = found(run([sys.executable, str(WORKER), "--accelerate_config", str(DEFAULT)]))
+    assert alone["world_size"] == 1 and alone["is_fsdp2"]
+    assert {k: v for k, v in alone["keys"].items() if k != "num_processes"} == {
+        k: v for k, v in seen["keys"].items() if k != "num_processes"
+    }
+
+
+def test_environment_variable_names_the_yaml_for_torchrun():
+    seen = found(torchrun(WORKER, processes=1, RECIPES_ACCELERATE_CONFIG=str(CONFIGS / "mem_limit.yaml")))
+    assert seen["found_by"] == "RECIPES_ACCELERATE_CONFIG" and seen["keys"]["hook_wrap_embeddings"]["value"] is True
+
+
+def test_no_yaml_is_one_error_with_the_right_commands():
+    (error,) = errors(torchrun(WORKER))
+    done = run([sys.executable, str(WORKER)])
+    assert "no Accelerate YAML was found" in error
+    assert "accelerate launch --config_file" in done.stdout and "torchrun --nproc_per_node" in done.stdout
+    assert done.returncode == 1
+
+
+def test_fsdp_flags_without_a_yaml_are_refused(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--use_fsdp"]
+    command += ["--fsdp_version", "2", "--num_processes", "2", "--mixed_precision", "no", str(WORKER)]
+    (error,) = errors(run(command, HF_HOME=str(tmp_path)))
+    assert "FSDP is on, but no Accelerate YAML was found" in error
+
+
+def test_process_count_other_than_asked_for_is_an_error():
+    """`--cpu` starts one process whatever the YAML says; it would train on half of the machine without a word."""
+    (error,) = errors(accelerate_launch(WORKER, flags=("--cpu",)))
+    assert "asked for 2 processes, but 1 runs" in error and "Leave --cpu out" in error
+
+
+def test_yaml_problems_are_printed_once_and_all_together(tmp_path):
+    config = changed_yaml(tmp_path / "bad.yaml", hook_wrap_blocks_per_unit=0, hook_prefetch_unit=2, fsdp_ofload_params=True)
+    done = accelerate_launch(WORKER, config=config)
+    (error,) = errors(done)
+    assert done.stdout.count("hook_wrap_blocks_per_unit: found 0") == 1
+    assert "did you mean hook_prefetch_units?" in done.stdout and "did you mean fsdp_offload_params?" in done.stdout
+    assert str(config) in error
+
+
+def test_ranks_with_different_yamls_stop_and_name_the_keys(tmp_path):
+    changed_yaml(tmp_path / "0.yaml")
+    changed_yaml(tmp_path / "1.yaml", hook_wrap_blocks_per_unit=2)
+    done = torchrun(WORKER, "--accelerate_config", str(tmp_path / "{rank}.yaml"))
+    assert "The ranks hold different YAML keys" in done.stdout
+    assert "hook_wrap_blocks_per_unit" in done.stdout and done.returncode != 0
+
+
+@pytest.mark.parametrize("option", ["--fail", "--break"])
+def test_failure_of_one_rank_ends_all_within_seconds_and_is_named(option):
+    started = time.monotonic()
+    done = torchrun(WORKER, "--accelerate_config", DEFAULT, option, 1, timeout_s=60)
+    assert time.monotonic() - started < 60
+    (error,) = errors(done)
+    assert error.startswith("Error: rank 1: ")
+    assert ("rank 1 found a bad row" if option == "--fail" else "RuntimeError: an unexpected error") in done.stdout
+
+
+def test_yaml_that_only_one_rank_lacks_is_named_with_the_rank(tmp_path):
+    changed_yaml(tmp_path / "0.yaml")
+    (error,) = errors(torchrun(WORKER, "--accelerate_config", str(tmp_path / "{rank}.yaml")))
+    assert error.startswith("Error: rank 1: No such file")
+
+
+def test_fp16_is_refused_on_a_cpu_with_the_dtype_to_use(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, where fp16 is allowed")
+    config = changed_yaml(tmp_path / "fp16.yaml", mixed_precision="fp16")
+    (error,) = errors(run([sys.executable, str(WORKER), "--accelerate_config", str(config)]))
+    assert "fp16 is for GPUs; on a CPU set mixed_precision: bf16" in error
+
+
+def test_more_processes_than_devices_is_refused_with_the_right_command(monkeypatch):
+    import launch
+
+    monkeypatch.setattr(launch, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    config = type("Config", (), {"num_processes": 4, "path": "x.yaml"})
+    with pytest.raises(ValueError, match="4 processes on this machine, but 2 device.*--num_processes 2"):
+        launch.check_processes(config)
+
+
+def test_gpu_without_bf16_is_offered_fp16(monkeypatch):
+    import utils
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    config = type("Config", (), {"hook_param_dtype": "bf16", "path": "x.yaml"})
+    with pytest.raises(ValueError, match="Tesla V100 has no bf16; set mixed_precision: fp16"):
+        utils.check_device_dtype(config, torch.device("cuda"))
+
+
+def test_offload_on_gpus_asks_for_a_cpu_backend_too(monkeypatch):
+    """Clipping offloaded gradients runs collectives on CPU tensors ("no backend for cpu")."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: on a CPU machine gloo is the only backend")
+    assert os.environ is not None
