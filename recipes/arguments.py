@@ -5,7 +5,6 @@ import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, SchedulerType
@@ -84,19 +83,17 @@ def parse_arguments(argv: list[str] | None = None, sample_dir: Path | None = Non
         ValueError: all problems at once.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")):  # as transformers' examples take it
-        argv = ["--config", *argv]
-    parser = QuietParser(FinetuneArguments)
-    (first,) = parser.parse_args_into_dataclasses(argv)
-    given = read_arguments_file(first.config) if first.config else {}
-    names_something = (
-        {"model_name_or_path", "dataset_name"} & set(given) or first.model_name_or_path or first.dataset_name
-    )
-    if not names_something and sample_dir is not None and sample_dir.is_dir():
-        sample = {"model_name_or_path": str(sample_dir / "model"), "dataset_name": str(sample_dir / "data")}
-        given = {**read_arguments_file(str(sample_dir / "arguments.yaml")), **sample, **given}
-    parser.set_defaults(**given)
-    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    if argv and not argv[0].startswith("-") and argv[0].endswith((".yaml", ".yml", ".json")):
+        argv = ["--config", *argv]  # as transformers' examples take it
+    parser = QuietParser(FinetuneArguments, allow_abbrev=False)
+    first = parser.parse(argv)
+    from_file = read_arguments_file(first.config) if first.config else []
+    named = parser.parse([*from_file, *argv])
+    names_nothing = named.model_name_or_path is None and named.dataset_name is None
+    if names_nothing and sample_dir is not None and sample_dir.is_dir():
+        sample = ["--model_name_or_path", str(sample_dir / "model"), "--dataset_name", str(sample_dir / "data")]
+        from_file = [*read_arguments_file(str(sample_dir / "arguments.yaml")), *sample, *from_file]
+    arguments = parser.parse([*from_file, *argv])
     problems = check_arguments(arguments)
     if problems:
         raise ValueError("Arguments:\n- " + "\n- ".join(problems))
@@ -107,21 +104,31 @@ class QuietParser(HfArgumentParser):
     """Raises what argparse would print on every rank before exiting."""
 
     def error(self, message: str) -> None:
-        """Raise ValueError with argparse's message and the closest argument for an unknown one."""
+        """Raise ValueError with argparse's message."""
         raise ValueError(f"{message}. See --help.")
 
-    def parse_args_into_dataclasses(self, args: list[str]) -> tuple[Any, ...]:
-        """Parse; unknown arguments are an error that names the closest known one."""
-        *parsed, rest = super().parse_args_into_dataclasses(args, return_remaining_strings=True)
-        if rest:
-            known = [f"--{argument.name}" for argument in fields(FinetuneArguments)]
-            close = difflib.get_close_matches(rest[0].split("=")[0], known, n=1)
-            self.error(f"unknown argument {rest[0]}" + (f"; did you mean {close[0]}?" if close else ""))
-        return tuple(parsed)
+    def parse(self, argv: list[str]) -> FinetuneArguments:
+        """Parse; all unknown arguments are one error that names the closest known ones."""
+        arguments, rest = self.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+        unknown = [closest(word, "--") for word in rest if word.startswith("-")]
+        if unknown or rest:
+            self.error("unknown argument " + "; ".join(unknown or rest))
+        return arguments
 
 
-def read_arguments_file(path: str) -> dict[str, Any]:
-    """Read a YAML or JSON file of arguments. Raises ValueError on unknown names, with the closest known one."""
+def closest(word: str, prefix: str = "") -> str:
+    """An unknown argument with the closest known one."""
+    name = word.split("=")[0].removeprefix(prefix)
+    close = difflib.get_close_matches(name, [argument.name for argument in fields(FinetuneArguments)], n=1)
+    return word + (f" (did you mean {prefix}{close[0]}?)" if close else "")
+
+
+def read_arguments_file(path: str) -> list[str]:
+    """Read a YAML or JSON file of arguments as command-line words, so that its values pass the same checks.
+
+    Raises:
+        ValueError: unknown names, with the closest known ones, or values that no argument takes.
+    """
     if not Path(path).is_file():
         raise ValueError(f"--config {path}: no such file.")
     text = Path(path).read_text(encoding="utf-8")
@@ -131,13 +138,17 @@ def read_arguments_file(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not readable: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `name: value` lines, found {type(values).__name__}.")
-    known = [argument.name for argument in fields(FinetuneArguments)]
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            raise ValueError(f"{path}: unknown argument {name}" + (f"; did you mean {close[0]}?" if close else "."))
-    as_text = {name: str(value) for name, value in values.items() if isinstance(value, (int, float))}
-    return {**values, **as_text}  # argparse converts text, so 2e-5 (text to YAML) and 0.00002 read alike
+    known = {argument.name: argument for argument in fields(FinetuneArguments)}
+    unknown = [closest(str(name)) for name in values if name not in known]
+    if unknown:
+        raise ValueError(f"{path}: unknown argument {'; '.join(unknown)}.")
+    words = []
+    for name, value in values.items():
+        takes_list = "list" in str(known[name].type)
+        if value is None or isinstance(value, dict) or (isinstance(value, list) and not takes_list):
+            raise ValueError(f"{path}: {name}: found {value!r}, expected a value{' or a list' if takes_list else ''}.")
+        words += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+    return words
 
 
 def check_arguments(arguments: FinetuneArguments) -> list[str]:
@@ -165,10 +176,10 @@ def check_arguments(arguments: FinetuneArguments) -> list[str]:
     }
     for name, least in at_least.items():
         value = getattr(arguments, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # written so that nan is refused too
             problems.append(f"--{name}: found {value}, allowed: {least} or more")
     for name in ("max_grad_norm", "fp16_initial_scale"):
-        if getattr(arguments, name) <= 0:
+        if not getattr(arguments, name) > 0:
             problems.append(f"--{name}: found {getattr(arguments, name)}, allowed: above 0")
     if arguments.max_steps <= 0 and arguments.num_train_epochs <= 0:
         problems.append("--max_steps or --num_train_epochs must be above 0")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from jinja2 import TemplateError
 from losses import IGNORE_INDEX
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -48,9 +49,11 @@ def load_rows(name: str, train_split: str, test_split: str) -> tuple[Dataset, Da
 def first_bad_line(path: Path) -> str | None:
     """Name the first line of a JSONL file (or of a folder's files) that is not a JSON object."""
     files = [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
-    for file in (file for file in files if file.suffix == ".jsonl"):
+    for file in files:
         if file.stat().st_size == 0:
             return f"{file} is empty."
+        if file.suffix != ".jsonl":
+            continue
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
@@ -85,9 +88,9 @@ def tokenize_rows(
     for index, row in enumerate(rows):
         try:
             text, spans = render_row(row, row_format, tokenizer)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, TemplateError) as error:
             raise ValueError(f"{which} data, row {index + 1} ({row_format}): {error}") from error
-        ids, labels = label_tokens(text, spans, tokenizer, add_special_tokens=row_format != "messages")
+        ids, labels = label_tokens(text, spans, tokenizer)
         cut += len(ids) > max_length
         ids, labels = ids[:max_length], labels[:max_length]
         if all(label == IGNORE_INDEX for label in labels[1:]):
@@ -113,7 +116,8 @@ def render_row(row: dict, row_format: str, tokenizer: PreTrainedTokenizerBase) -
     if not row[columns[-1]]:
         raise ValueError(f"{columns[-1]} is empty")
     prompt = row["prompt"] if row_format == "prompt/completion" else ""
-    text = prompt + row[columns[-1]] + (tokenizer.eos_token or "")
+    end = tokenizer.eos_token or ""
+    text = prompt + row[columns[-1]].removesuffix(end) + end
     return text, [(len(prompt), len(text))]
 
 
@@ -125,6 +129,9 @@ def render_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tup
     """
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template; use prompt/completion or text columns, or another model")
+    wrong = [type(turn["content"]).__name__ for turn in messages if not isinstance(turn["content"], str)]
+    if wrong:
+        raise ValueError(f"the content of a turn is {wrong[0]}; expected text")
     turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
     if not any(turn["role"] == "assistant" and turn["content"] for turn in turns):
         raise ValueError(f"no answer: roles are {[turn['role'] for turn in turns]}, none is an assistant with content")
@@ -144,20 +151,22 @@ def render_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def label_tokens(
-    text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+    text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[int]]:
     """Tokenize once and label every token that reaches into a span, so that a merge across the seam cannot shift it.
 
-    A template writes its own begin token, so none is added there: exactly one either way.
+    Exactly one begin token for a tokenizer that uses one: its own, unless the text (a chat template's) starts with it.
+    An end token that the tokenizer appends is dropped: the text ends as its format says.
     """
-    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-    labels = []
+    has_begin = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    encoded = tokenizer(text, add_special_tokens=not has_begin, return_offsets_mapping=True)
+    ids, labels = [], []
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
+        if ids and start == end and token in tokenizer.all_special_ids:  # appended: it covers no character
+            continue
+        ids.append(token)
         is_learnt = any(start < span_end and end > span_start for span_start, span_end in spans)
         labels.append(token if is_learnt else IGNORE_INDEX)
-    ids = encoded["input_ids"]
-    if len(ids) > 1 and ids[-1] == ids[-2] == tokenizer.eos_token_id:  # the tokenizer appended its own end token too
-        ids, labels = ids[:-1], labels[:-1]
     return ids, labels
 
 
@@ -178,8 +187,8 @@ def split_rows(
 ) -> list[list[list[int]]]:
     """Return this rank's rows as steps of micro-batches, from one global order.
 
-    Each step takes the next micro_batch_size * accumulation * world_size rows, whatever the number of ranks. In the last,
-    shorter step every rank runs as many micro-batches as the others; one without rows is an empty list.
+    Each step takes the next micro_batch_size * accumulation * world_size rows, whatever the number of ranks. In the
+    last, shorter step every rank runs as many micro-batches as the others; one without rows is an empty list.
     """
     rows_per_step = micro_batch_size * accumulation * world_size
     steps = []

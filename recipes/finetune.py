@@ -5,8 +5,8 @@
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name my_chats.jsonl --output_dir outputs/run1
     torchrun --nproc_per_node=8 recipes/finetune.py --accelerate_config accelerate_configs/default.yaml ...
 
-Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script what
-the loop does to the batch. On a machine without GPUs the same code runs over gloo.
+Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
+what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
 To copy it: arguments.py, checkpoint.py, data.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py,
 hook_keys.py, hook_wrap.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py,
@@ -242,8 +242,8 @@ def stop_if_not_finite(accelerator: Accelerator, loss_sum: float, grad_norm: flo
     what = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"grad_norm is {grad_norm}"
     with stop_together():
         raise ValueError(
-            f"step {step}: {what}; stopped before the weights changed. In bf16 lower --learning_rate or --max_grad_norm "
-            "first; in fp16 lower --fp16_initial_scale or use bf16; then hook_norm_dtype: fp32, hook_reduce_dtype: fp32."
+            f"step {step}: {what}; stopped before the weights changed. bf16: lower --learning_rate or --max_grad_norm "
+            "first; fp16: lower --fp16_initial_scale or use bf16; then hook_norm_dtype: fp32, hook_reduce_dtype: fp32."
         )
 
 
@@ -268,41 +268,37 @@ def report_wrap(
     model: nn.Module,
     units: list[Unit],
     recomputed: list[str],
-    hook_config: HookConfig,
-    output_dir: str,
+    config: HookConfig,
+    folder: str,
 ) -> None:
     """Read off the live model what the hooks did, stop if it is not what was planned, print and save it."""
     live = read_units(model)
     check_against_plan(live, units, recomputed_blocks(model), recomputed)
-    num_blocks = count_blocks(model)
-    report = build_report(live, recomputed, num_blocks, as_plain_dict(hook_config))
+    report = build_report(live, recomputed, count_blocks(model), as_plain_dict(config))
     accelerator.print("\n".join([*module_tree(model, live), *summary_lines(report)]))
-    for warning in [*warnings_for(report, model), *notes(hook_config, accelerator.device.type == "cpu")]:
+    for warning in [*warnings_for(report, model), *notes(config, accelerator.device.type == "cpu")]:
         accelerator.print(f"note: {warning}")
     if accelerator.is_main_process:
-        save_report(report, output_dir)
+        save_report(report, folder)
 
 
 def print_start(
-    accelerator: Accelerator,
-    hook_config: HookConfig,
-    arguments: FinetuneArguments,
-    data_lines: list[str],
-    total_steps: int,
+    accelerator: Accelerator, config: HookConfig, arguments: FinetuneArguments, data_lines: list[str], total_steps: int
 ) -> None:
     """Print what this run is: where its YAML came from, ranks, batch arithmetic, every dtype."""
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    world_size, backend = accelerator.num_processes, torch.distributed.get_backend()
-    global_batch_size = micro * accumulation * world_size
-    c = hook_config
-    accelerator.print(
-        "\n".join(data_lines)
-        + f"\n{c.path} (found by {c.found_by}) | {world_size} rank(s) on {accelerator.device.type}, {backend} | "
-        f"compute {c.hook_param_dtype}, reduce {c.hook_reduce_dtype}, norms {c.hook_norm_dtype or c.hook_param_dtype}, "
-        f"buffers {c.hook_buffer_dtype or 'as loaded'}, trained weights and optimizer fp32, loss fp32\n"
-        f"micro-batch {micro} x accumulation {accumulation} x ranks {world_size} = global batch {global_batch_size} rows, "
-        f"at most {global_batch_size * arguments.max_length:,} tokens per step | {total_steps} steps"
-    )
+    ranks, backend = accelerator.num_processes, torch.distributed.get_backend()
+    rows = micro * accumulation * ranks
+    lines = [
+        *data_lines,
+        f"{config.path} (found by {config.found_by}) | {ranks} rank(s) on {accelerator.device.type}, {backend}",
+        f"compute {config.hook_param_dtype}, reduce {config.hook_reduce_dtype}, norms "
+        f"{config.hook_norm_dtype or config.hook_param_dtype}, buffers {config.hook_buffer_dtype or 'as loaded'}, "
+        "trained weights and optimizer fp32, loss fp32",
+        f"micro-batch {micro} x accumulation {accumulation} x ranks {ranks} = global batch {rows} rows, "
+        f"at most {rows * arguments.max_length:,} tokens per step | {total_steps} steps",
+    ]
+    accelerator.print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ MIN_NUM_PARAMS = 10_000_000  # a start for irregular models: lower while memory 
 
 @dataclass(frozen=True)
 class HookConfig:
-    """Everything the YAML decides, after launcher flags. Dtypes are 'bf16', 'fp16', 'fp32'; None means not asked for."""
+    """Everything the YAML decides, after launcher flags. Dtypes are bf16, fp16 or fp32; None means not asked for."""
 
     path: str
     found_by: str
@@ -65,16 +65,16 @@ def read_hook_config(accelerate_config: str | None) -> HookConfig:
     problems = check_yaml(raw, launch.path, version_flag)
     if problems:
         raise ValueError(f"{launch.path} (found by {launch.found_by}):\n" + "\n".join(f"- {p}" for p in problems))
-    export_environment(launch)
-    config = effective_config(raw, launch)
+    num_processes = export_environment(launch)
+    config = effective_config(raw, launch, num_processes)
     problems = check_combinations(config)
     if problems:
         raise ValueError(f"{launch.path} (found by {launch.found_by}):\n" + "\n".join(f"- {p}" for p in problems))
     return config
 
 
-def effective_config(raw: dict[str, Any], launch: Launch) -> HookConfig:
-    """Combine the file's hook keys with the standard keys as Accelerate's plugin sees them (launcher flags included)."""
+def effective_config(raw: dict[str, Any], launch: Launch, num_processes: int | None) -> HookConfig:
+    """Combine the file's hook keys with the standard keys as Accelerate's plugin sees them, launcher flags included."""
     try:
         plugin = FullyShardedDataParallelPlugin()
     except (ValueError, KeyError, TypeError) as error:
@@ -103,7 +103,7 @@ def effective_config(raw: dict[str, Any], launch: Launch) -> HookConfig:
         field.name: "launcher flag" if field.name in launch.flags else "YAML" if field.name in in_file else "default"
         for field in dataclasses.fields(HookConfig)[4:]
     }
-    return HookConfig(launch.path, launch.found_by, origins, launch.num_processes, **standard, **hooks)
+    return HookConfig(launch.path, launch.found_by, origins, num_processes, **standard, **hooks)
 
 
 def check_combinations(config: HookConfig) -> list[str]:
@@ -124,6 +124,14 @@ def check_combinations(config: HookConfig) -> list[str]:
             )
     if config.fsdp_min_num_params < 1:
         problems.append(f"fsdp_min_num_params: found {config.fsdp_min_num_params}, allowed: a whole number >= 1")
+    if config.mixed_precision not in ("no", "bf16", "fp16"):
+        problems.append(f"mixed_precision: found {config.mixed_precision!r}, allowed: 'no', bf16 or fp16")
+    for name in ("DP_REPLICATE_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE"):
+        found = os.environ.get(f"PARALLELISM_CONFIG_{name}", "1")
+        if found != "1":
+            problems.append(
+                f"parallelism_config_{name.lower()}: found {found}; parameters are sharded over all ranks only"
+            )
     uses_scaler = config.mixed_precision == "fp16"
     if uses_scaler != (config.hook_param_dtype == "fp16"):
         fix = "fp16 compute needs the loss scaler, and the scaler needs fp16: set both or neither"
@@ -176,7 +184,7 @@ def notes(config: HookConfig, is_cpu: bool) -> list[str]:
         )
     if config.hook_buffer_dtype in ("bf16", "fp16"):
         found.append(
-            f"hook_buffer_dtype: {config.hook_buffer_dtype} rounds the rotary frequencies (phase error up to 0.7 rad at "
+            f"hook_buffer_dtype: {config.hook_buffer_dtype} rounds the rotary frequencies (phase off by up to 0.7 rad at "
             "position 4096 in bf16); leave the key out to keep them in fp32"
         )
     return found
@@ -186,17 +194,24 @@ def load_function(reference: str) -> Callable[..., Any]:
     """Import `file.py:name` or `module:name`, as named in the launching user's YAML.
 
     Raises:
-        ValueError: the file, module or name does not exist.
+        ValueError: the file, module or name does not exist, or is not a function.
     """
     source, _, name = reference.rpartition(":")
+    expected = "Expected file.py:name or module:name of a function"
+    if not source or not name:
+        raise ValueError(f"hook function {reference!r}: names no function. {expected}.")
     try:
         if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+            # A name of its own: a user's utils.py must not take the place of ours.
+            spec = importlib.util.spec_from_file_location(f"user_hook_{Path(source).stem}", source)
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(source)
-        return getattr(module, name)
+        function = getattr(module, name)
     except (ImportError, OSError, AttributeError) as error:
-        raise ValueError(f"{reference}: {error}. Expected file.py:name or module:name of a function.") from error
+        raise ValueError(f"hook function {reference}: {error}. {expected}.") from error
+    if not callable(function):
+        raise ValueError(f"hook function {reference}: found {type(function).__name__}. {expected}.")
+    return function

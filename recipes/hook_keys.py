@@ -5,7 +5,7 @@ Accelerate drops every key of `fsdp_config` it does not know without a word; her
 
 import dataclasses
 import difflib
-import os
+from pathlib import Path
 from typing import Any
 
 from accelerate.commands.config.config_args import ClusterConfig
@@ -54,7 +54,8 @@ STANDARD_KEYS: dict[str, tuple[Any, str]] = {
 
 def with_prefix(fsdp_config: dict[str, Any]) -> dict[str, Any]:
     """Keys as Accelerate reads them: `offload_params` inside fsdp_config means `fsdp_offload_params`."""
-    return {key if key.startswith(("fsdp_", "hook_")) else f"fsdp_{key}": value for key, value in fsdp_config.items()}
+    names = {key: str(key) for key in fsdp_config}
+    return {n if n.startswith(("fsdp_", "hook_")) else f"fsdp_{n}": fsdp_config[key] for key, n in names.items()}
 
 
 def known_standard_keys() -> set[str]:
@@ -77,7 +78,7 @@ def check_value(key: str, value: Any, kind: Any, allowed: str) -> str | None:
 
 
 def check_yaml(raw: dict[str, Any], path: str, version_flag: str | None = None) -> list[str]:
-    """Return every problem of the file itself. `version_flag` is a launcher's --fsdp_version, which wins over the file."""
+    """Return every problem of the file itself. `version_flag`: a launcher's --fsdp_version, which wins over the file."""
     problems = []
     top_level = {field.name for field in dataclasses.fields(ClusterConfig)} | {"fp16", "dynamo_backend"}
     problems += [unknown_key(key, top_level, "") for key in raw if key not in top_level]
@@ -92,7 +93,9 @@ def check_yaml(raw: dict[str, Any], path: str, version_flag: str | None = None) 
     version = version_flag or named.get("fsdp_version")
     if str(version) != "2":
         found = f"fsdp_version: {version}" if version is not None else "no fsdp_version (Accelerate then takes 1)"
-        fix = f"accelerate to-fsdp2 --config_file {os.path.basename(path)} --output_file fsdp2.yaml"
+        fix = f"accelerate to-fsdp2 --config_file {path} --output_file {Path(path).with_suffix('')}_fsdp2.yaml"
+        if not fsdp:
+            return [*problems, f"fsdp_config: found {found}; add `fsdp_config:` with `fsdp_version: 2` below it"]
         return [f"fsdp_config: found {found}; only FSDP2 (fsdp_version: 2) is supported. Convert it: {fix}", *problems]
     standard = known_standard_keys()
     for key, value in named.items():
@@ -111,6 +114,8 @@ def check_yaml(raw: dict[str, Any], path: str, version_flag: str | None = None) 
 
 def unknown_key(key: Any, known: set[str], prefix: str) -> str:
     """Say that a key is unknown, with the closest known name."""
+    if not prefix and str(key).startswith(("fsdp_", "hook_")):
+        return f"{key}: belongs inside fsdp_config; indent it below that key"
     close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
     return f"{prefix}{key}: unknown key" + (f"; did you mean {close[0]}?" if close else "; remove it")
 
@@ -118,10 +123,14 @@ def unknown_key(key: Any, known: set[str], prefix: str) -> str:
 def check_top_level(raw: dict[str, Any]) -> list[str]:
     """Problems of the keys outside fsdp_config that would change what is trained."""
     problems = []
-    if raw.get("mixed_precision") not in (None, False, "no", "bf16", "fp16"):
-        problems.append(f"mixed_precision: found {raw['mixed_precision']!r}, allowed: 'no', bf16 or fp16")
-    for key, value in (raw.get("parallelism_config") or {}).items():
-        if key.endswith("_size") and not key.endswith("dp_shard_size") and value != 1:
+    if raw.get("mixed_precision") not in (None, "no", "bf16", "fp16"):
+        quoted = " (YAML reads an unquoted no as false)" if raw["mixed_precision"] is False else ""
+        problems.append(f"mixed_precision: found {raw['mixed_precision']!r}{quoted}, allowed: 'no', bf16 or fp16")
+    parallelism = raw.get("parallelism_config") or {}
+    if not isinstance(parallelism, dict):
+        return [*problems, f"parallelism_config: found {parallelism!r}, expected `key: value` lines below it"]
+    for key, value in parallelism.items():
+        if str(key).endswith("_size") and not key.endswith("dp_shard_size") and value != 1:
             problems.append(
                 f"parallelism_config.{key}: found {value}; parameters are sharded over all ranks only, set 1"
             )

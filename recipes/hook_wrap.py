@@ -7,7 +7,15 @@ choice; what no unit takes stays in the root unit. Order: recompute hook, compil
 from dataclasses import dataclass
 
 from hook_config import HookConfig, load_function
-from model_structure import base_model, final_norm, find_blocks, is_norm, outermost, parameter_owners
+from model_structure import (
+    base_model,
+    final_norm,
+    find_blocks,
+    is_norm,
+    num_parameters,
+    outermost,
+    parameter_owners,
+)
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,12 +45,23 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
         units.append(Unit(tuple(name for name, module in model.named_modules() if is_norm(module)), False, "norms"))
     if config.hook_wrap_function:
         units += user_units(model, config.hook_wrap_function)
+        if not units or units[-1].kind != "user":
+            raise ValueError(f"hook_wrap_function {config.hook_wrap_function}: returned no unit.")
     elif config.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
         units += block_units(model, config)
         if config.hook_wrap_embeddings:
             units += embedding_units(model, reshard, has_norm_unit=config.hook_norm_dtype is not None)
     elif config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
-        units += size_units(model, config.fsdp_min_num_params, reshard)
+        in_norm_unit = {
+            id(p) for unit in units for name in unit.modules for p in model.get_submodule(name).parameters()
+        }
+        sized = size_units(model, config.fsdp_min_num_params, reshard, in_norm_unit)
+        if not sized:
+            raise ValueError(
+                f"fsdp_min_num_params: {config.fsdp_min_num_params:,}, but no module below the whole model (of "
+                f"{num_parameters(model):,} parameters) is that large. Lower it, or set fsdp_auto_wrap_policy: NO_WRAP."
+            )
+        units += sized
     check_plan(model, units)
     return units
 
@@ -75,20 +94,23 @@ def embedding_units(model: nn.Module, reshard: bool, has_norm_unit: bool) -> lis
     return [Unit((names[embedding],), reshard, "embeddings"), Unit(tuple(tail), False, "tail")]
 
 
-def size_units(model: nn.Module, min_num_params: int, reshard: bool) -> list[Unit]:
+def size_units(model: nn.Module, min_num_params: int, reshard: bool, taken: set[int] | None = None) -> list[Unit]:
     """Bottom-up: a module becomes a unit once its parameters outside inner units reach the threshold.
 
-    Containers have no forward and are passed over; so are single Linears (never a unit per Linear), and modules that
-    hold only one end of a tied parameter.
+    `taken` holds the ids of parameters that other units have. Passed over: containers (they have no forward), single
+    Linears (never a unit per Linear), modules that hold only one end of a tied parameter, and a module that holds all
+    parameters (that is the root).
     """
     base = base_model(model)
+    total = num_parameters(model)
     ends = {base.get_input_embeddings(), base.get_output_embeddings()}
     owners = parameter_owners(model)
     units: list[Unit] = []
-    taken: set[int] = set()
+    taken = set(taken or ())
     for name, module in reversed(list(model.named_modules())):  # children come before their parent
         is_leaf = not any(module.children()) or isinstance(module, BaseTunerLayer)
-        if name == "" or module is base or isinstance(module, CONTAINERS) or (is_leaf and module not in ends):
+        is_whole = num_parameters(module) == total
+        if is_whole or isinstance(module, CONTAINERS) or (is_leaf and module not in ends):
             continue
         rest = [p for p in module.parameters() if id(p) not in taken]
         inside = {name, *(f"{name}.{child}" for child, _ in module.named_modules() if child)}
@@ -104,12 +126,19 @@ def user_units(model: nn.Module, reference: str) -> list[Unit]:
     planned = load_function(reference)(model)
     try:
         return [
-            Unit((names,) if isinstance(names, str) else tuple(names), bool(reshard), "user")
+            Unit((names,) if isinstance(names, str) else tuple(names), as_bool(reshard), "user")
             for names, reshard in planned
         ]
     except (TypeError, ValueError) as error:
-        shape = "a list of (module names, reshard_after_forward)"
+        shape = "a list of (module names, reshard_after_forward as True or False)"
         raise ValueError(f"hook_wrap_function {reference}: returned {planned!r}, expected {shape}.") from error
+
+
+def as_bool(value: object) -> bool:
+    """The value itself if it is True or False. Raises TypeError otherwise ('no' would count as True)."""
+    if not isinstance(value, bool):
+        raise TypeError(value)
+    return value
 
 
 def check_plan(model: nn.Module, units: list[Unit]) -> None:
@@ -119,16 +148,18 @@ def check_plan(model: nn.Module, units: list[Unit]) -> None:
     problems = []
     for index, unit in enumerate(units):
         for name in unit.modules:
-            if name not in modules:
+            if not isinstance(name, str) or name not in modules:
                 problems.append(f"unit {index}: no module named {name!r}")
-            elif isinstance(modules[name], CONTAINERS):
+                continue
+            if isinstance(modules[name], CONTAINERS):
                 problems.append(f"unit {index}: {name} is a {type(modules[name]).__name__}, whose forward never runs")
             elif name == "":
                 problems.append(f"unit {index}: the whole model is always the root unit; leave it out")
-            if unit_of.setdefault(name, index) != index:
+            if name in unit_of:
                 problems.append(f"{name} is in unit {unit_of[name]} and in unit {index}")
-    if not units and not problems:
-        return
+            unit_of.setdefault(name, index)
+            if any(name.startswith(other + ".") for other in unit.modules):
+                problems.append(f"unit {index}: {name} lies inside another module of the same unit")
 
     def unit_holding(name: str) -> int:  # the innermost planned module around `name`; -1 is the root
         while name and name not in unit_of:
@@ -160,14 +191,15 @@ def apply_units(
     """
     pin_memory = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if config.fsdp_offload_params else OffloadPolicy()
-    for unit in units:
+    for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.modules)):  # inner ones first
         modules = [model.get_submodule(name) for name in unit.modules]
         group = modules if len(modules) > 1 else modules[0]
         unit_policy = norm_policy if unit.kind == "norms" else policy
         reshard = unit.reshard_after_forward
         fully_shard(group, mesh=mesh, mp_policy=unit_policy, offload_policy=offload, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    set_prefetch([model.get_submodule(unit.modules[0]) for unit in units if unit.kind != "norms"], config)
+    firsts = {unit.modules[0] for unit in units if unit.kind != "norms"}
+    set_prefetch([module for name, module in model.named_modules() if name in firsts], config)
 
 
 def set_prefetch(modules: list[FSDPModule], config: HookConfig) -> None:

@@ -36,8 +36,9 @@ def connect_ranks() -> PartialState:
         os.environ["MASTER_PORT"] = "0"  # any free port
     too_many_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > device_count()
     state = PartialState(cpu=too_many_processes)
-    # A gloo thread keeps the tensors of its last collective until its group is destroyed. Sharded modules form reference
-    # cycles that hold the group; left to the interpreter's shutdown, that thread aborts the process (3 of 10 short runs).
+    # A gloo thread keeps the tensors of its last collective until its group is destroyed. Sharded modules form
+    # reference cycles that hold the group; left to the interpreter's shutdown, the thread aborts the process (in a
+    # third of short runs).
     atexit.register(gc.collect)
     if not dist.is_initialized():  # Accelerate makes no group for a single process on a CPU
         dist.init_process_group("gloo")

@@ -16,7 +16,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import prepare_multi_gpu_env
 
 CONFIG_VARIABLE = "RECIPES_ACCELERATE_CONFIG"
-LAUNCHER_MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 COMMANDS = (
     "  accelerate launch --config_file accelerate_configs/default.yaml recipes/finetune.py\n"
     "  torchrun --nproc_per_node=2 recipes/finetune.py --accelerate_config accelerate_configs/default.yaml"
@@ -31,21 +30,24 @@ class Launch:
     found_by: str
     launcher_argv: list[str] | None
     flags: frozenset[str]  # standard keys given on the launcher's command line: they override the YAML
-    num_processes: int | None  # what `accelerate launch` was asked to start
 
 
 def launcher_arguments(command: list[str]) -> list[str] | None:
     """Return what follows `accelerate launch` in a process's command line, None if it is another program."""
-    for i, word in enumerate(command):
-        follows = command[i + 1 : i + 2]
-        if os.path.basename(word) in ("accelerate", "accelerate.exe") and follows == ["launch"]:
-            return command[i + 2 :]
-        if os.path.basename(word) in ("accelerate-launch", "accelerate-launch.exe"):
-            return command[i + 1 :]
-        if word == "-m" and follows and follows[0] in LAUNCHER_MODULES:
-            return command[i + 3 :] if follows[0].endswith("accelerate_cli") else command[i + 2 :]
-        is_interpreter_or_flag = word.startswith("-") or os.path.basename(word).startswith("python")
-        if not is_interpreter_or_flag:
+    words = list(command)
+    while words:
+        word = words.pop(0)
+        name, follows = os.path.basename(word), words[:1]
+        if name in ("accelerate", "accelerate.exe"):
+            return words[1:] if follows == ["launch"] else None
+        if name in ("accelerate-launch", "accelerate-launch.exe"):
+            return words
+        if word == "-m":
+            is_subcommand = follows == ["accelerate.commands.accelerate_cli"] and words[1:2] == ["launch"]
+            return words[2:] if is_subcommand else words[1:] if follows == ["accelerate.commands.launch"] else None
+        if word in ("-X", "-W"):  # interpreter options with a value
+            words = words[1:]
+        elif not word.startswith("-") and not name.startswith("python"):
             return None
     return None
 
@@ -89,11 +91,8 @@ def find_launch(accelerate_config: str | None) -> Launch:
         )
     if not os.path.isfile(path):
         raise ValueError(f"No such file: {path} (named by {found_by}). Give the path of an Accelerate FSDP2 YAML.")
-    num_processes = None
-    if arguments is not None:
-        num_processes = _validate_launch_command(_parse(argv, path))[0].num_processes
     flags = frozenset(getattr(arguments, "nondefault", ()))
-    return Launch(str(Path(path).resolve()), found_by, argv, flags, num_processes)
+    return Launch(str(Path(path).resolve()), found_by, argv, flags)
 
 
 def load_yaml(path: str) -> dict[str, Any]:
@@ -115,17 +114,26 @@ def _parse(argv: list[str] | None, path: str) -> argparse.Namespace:
     return arguments
 
 
-def export_environment(launch: Launch) -> None:
-    """Set the FSDP_* and ACCELERATE_* variables that this YAML and the launcher's flags ask for.
+def export_environment(launch: Launch) -> int | None:
+    """Set the FSDP_* and ACCELERATE_* variables that this YAML and the launcher's flags ask for, and drop all others.
 
     Accelerate's own translation, so flags override the file as usual; under `accelerate launch` it changes nothing.
+    Returns the number of processes that `accelerate launch` was asked for, None outside it.
     """
-    arguments = _validate_launch_command(_parse(launch.launcher_argv, launch.path))[0]
-    arguments.num_machines, arguments.main_process_port = 1, 0  # the processes run already: no port to check
-    arguments.fsdp_cpu_ram_efficient_loading = False  # has no effect here, and would demand another key
-    names = ("FSDP_", "ACCELERATE_")
-    os.environ.update({k: v for k, v in prepare_multi_gpu_env(arguments).items() if k.startswith(names)})
+    names = ("FSDP_", "PARALLELISM_CONFIG_")
+    try:
+        arguments = _validate_launch_command(_parse(launch.launcher_argv, launch.path))[0]
+        num_processes = arguments.num_processes if launch.launcher_argv is not None else None
+        arguments.num_machines, arguments.main_process_port = 1, 0  # the processes run already: no port to check
+        arguments.fsdp_cpu_ram_efficient_loading = False  # has no effect here, and would demand another key
+        for name in [name for name in os.environ if name.startswith(names)]:
+            del os.environ[name]  # left by a launcher with another YAML, or by the user's shell
+        environment = prepare_multi_gpu_env(arguments)
+    except (ValueError, RuntimeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{launch.path}: accelerate refuses this configuration: {error}") from error
+    os.environ.update({k: v for k, v in environment.items() if k.startswith((*names, "ACCELERATE_"))})
     # transformers would look at this one while loading; the recipes load through memory-mapped files instead.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # The launcher exports "true" whenever a file is used, even one that asks for no other parallelism.
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+    return num_processes

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 
 def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer. Raises ValueError where it is missing or has no character offsets (slow tokenizer)."""
+    """Load the model's tokenizer. Raises ValueError where it is missing or slow (no character offsets)."""
     name = arguments.model_name_or_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -67,8 +67,11 @@ def offload_state_between_steps(optimizer: torch.optim.Optimizer, device: torch.
 
 
 def move_state(optimizer: torch.optim.Optimizer, target: torch.device) -> None:
-    """Move every state tensor but the step counts. A DTensor's shard is replaced inside it: the public constructor would
-    move the shard back to the mesh's device (tests/test_optimizer.py fails where an upgrade moves `_local_tensor`)."""
+    """Move every state tensor but the step counts.
+
+    A DTensor's shard is replaced inside it, since the public constructor would move it back to the mesh's device;
+    tests/test_optimizer.py fails where an upgrade moves `_local_tensor`.
+    """
     pin_memory = target.type == "cpu" and torch.accelerator.is_available()
     for state in optimizer.state.values():
         for name, value in state.items():

@@ -9,6 +9,7 @@ from hook_wrap import Unit
 from model_structure import base_model, original_class_name
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 VOCABULARY_ADVICE = 50_000  # from here an embedding is worth a unit of its own (vocabularies of 50k-250k)
 
@@ -34,9 +35,7 @@ def read_units(model: nn.Module) -> list[dict[str, Any]]:
                     "parameters": sum(p.numel() for p in parameters),
                     "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
                     "parameters_on_this_rank": sum(p.to_local().numel() for p in parameters),
-                    "is_sharded": all(
-                        p.to_local().numel() < p.numel() or p.device_mesh.size() == 1 for p in parameters
-                    ),
+                    "is_sharded": all(is_sharded(p) for p in parameters),
                     "reshard_after_forward": group.post_forward_mesh_info is not None,
                     "stored_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
                     "param_dtype": str(group.mp_policy.param_dtype).removeprefix("torch."),
@@ -46,6 +45,11 @@ def read_units(model: nn.Module) -> list[dict[str, Any]]:
                 }
             )
     return sorted(units, key=lambda unit: (unit["modules"] == [""], natural_order(unit["modules"][0])))
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """True for a DTensor cut over its mesh (a one-row weight lies whole on one rank and empty on the others)."""
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
 def natural_order(name: str) -> list[Any]:
@@ -148,7 +152,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     sizes = sorted(unit["parameters"] for unit in report["units"] if unit["modules"] != [""])
     spread = f"{sizes[0]:,} to {sizes[-1]:,} parameters each, " if sizes else ""
     lines = [
-        f"FSDP: {report['num_units']} units (root included), {spread}{report['share_left_in_root']:.1%} left in the root",
+        f"FSDP: {report['num_units']} units (root included), {spread}{report['share_left_in_root']:.1%} in the root",
         f"recompute: {len(report['recomputed_blocks'])} of {report['num_blocks']} blocks",
     ]
     kinds: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Run under `accelerate launch`: every cell of the exactness grid in one process pair, results as JSON.
 
-    accelerate launch --config_file accelerate_configs/default.yaml tests/exactness_worker.py OUT.json [quick | wrap ...]
+    accelerate launch --config_file accelerate_configs/default.yaml tests/exactness_worker.py OUT [quick | WRAP ...]
 
 Each cell builds a tiny model, hands it to the recipe's own hooks and training loop, and compares loss, gradients, norm
 and weights with a replica that knows neither FSDP2 nor recompute: every rank runs its own rows through the plain model
@@ -275,8 +275,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_errors(found: list[dict], expected: list[dict]) -> list[float]:
-    """Per step, the worst |f - e| / max(|e|, 1e-4 x global norm) over tensors: one that is zero in exact arithmetic does
-    not count as wrong for its rounding. A gradient that one side lacks counts as zero there."""
+    """Per step, the worst |f - e| / max(|e|, 1e-4 x global norm) over tensors.
+
+    A tensor that is zero in exact arithmetic does not count as wrong for its rounding. A gradient that one side lacks
+    counts as zero there.
+    """
     squares = []
     for f, e in zip(found, expected):
         for name, value in e.items():

@@ -10,11 +10,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
 from hook_config import as_plain_dict, read_hook_config
 from launch import connect_ranks, end, make_accelerator, make_device_mesh, stop_together
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 
 def option(name: str) -> str | None:

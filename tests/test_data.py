@@ -88,7 +88,7 @@ def learnt(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase
 
 def tokenize_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     text, spans = render_chat(messages, tokenizer)
-    return label_tokens(text, spans, tokenizer, add_special_tokens=False)
+    return label_tokens(text, spans, tokenizer)
 
 
 def tokenize(rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int = 64) -> tuple[list[dict], str]:
@@ -170,7 +170,7 @@ def test_token_merged_across_the_seam_counts_as_answer() -> None:
     assert len(tokenizer("o").input_ids) + len(tokenizer("w").input_ids) == 2
     assert len(tokenizer("ow").input_ids) == 1
     text, spans = render_row({"prompt": "ho", "completion": "w a"}, "prompt/completion", tokenizer)
-    ids, labels = label_tokens(text, spans, tokenizer, add_special_tokens=True)
+    ids, labels = label_tokens(text, spans, tokenizer)
     assert tokenizer.convert_ids_to_tokens(ids) == ["h", "ow", " ", "a", "</s>"]
     assert labels == [IGNORE_INDEX, *ids[1:]]
 
@@ -355,7 +355,6 @@ GOOD = '{"text": "a"}\n'
         (GOOD + "\n" + GOOD + "[1]\n", 4),
         (GOOD + GOOD + "nonsense\n" + GOOD, 3),
         (GOOD + '{"text": "cut off', 2),
-        (GOOD.encode() + b'{"text": "\xff"}\n', 2),
     ],
 )
 def test_bad_json_names_file_and_line(tmp_path: Path, content: bytes | str, line: int) -> None:

@@ -49,7 +49,9 @@ def test_sharded_run_equals_its_replica(results, name):
     check_cell(name, results["cells"][name])
 
 
-@pytest.mark.parametrize("name", [name for name in CELLS if "fp32-full" in name and "hook" not in name and "fsdp" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in CELLS if "fp32-full" in name and "hook" not in name and "fsdp" not in name]
+)
 def test_sharded_run_equals_one_unsharded_process_on_all_rows(results, name):
     cell = results["cells"][name]["unsharded"]
     assert max(cell["loss"]) <= 1e-6
@@ -60,7 +62,11 @@ def test_sharded_run_equals_one_unsharded_process_on_all_rows(results, name):
 
 
 def test_recompute_is_bit_equal_to_no_recompute_with_and_without_dropout(results):
-    compared = {n: c["same_bits_as_without_recompute"] for n, c in results["cells"].items() if "same_bits_as_without_recompute" in c}
+    compared = {
+        n: c["same_bits_as_without_recompute"]
+        for n, c in results["cells"].items()
+        if "same_bits_as_without_recompute" in c
+    }
     assert len(compared) >= 7 * 2 * 2 * 2 * 2
     assert [name for name, is_equal in compared.items() if not is_equal] == []
 

@@ -106,7 +106,9 @@ def test_process_count_other_than_asked_for_is_an_error():
 
 
 def test_yaml_problems_are_printed_once_and_all_together(tmp_path):
-    config = changed_yaml(tmp_path / "bad.yaml", hook_wrap_blocks_per_unit=0, hook_prefetch_unit=2, fsdp_ofload_params=True)
+    config = changed_yaml(
+        tmp_path / "bad.yaml", hook_wrap_blocks_per_unit=0, hook_prefetch_unit=2, fsdp_ofload_params=True
+    )
     done = accelerate_launch(WORKER, config=config)
     (error,) = errors(done)
     assert done.stdout.count("hook_wrap_blocks_per_unit: found 0") == 1
@@ -153,7 +155,7 @@ def test_more_processes_than_devices_is_refused_with_the_right_command(monkeypat
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = type("Config", (), {"num_processes": 4, "path": "x.yaml"})
-    with pytest.raises(ValueError, match="4 processes on this machine, but 2 device.*--num_processes 2"):
+    with pytest.raises(ValueError, match=r"4 processes on this machine, but 2 device.*--num_processes 2"):
         launch.check_processes(config)
 
 
