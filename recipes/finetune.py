@@ -70,9 +70,8 @@ def main() -> None:
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
         tokenizer = load_tokenizer(arguments)
-        train_set, test_set = load_rows(
-            arguments.dataset_name, arguments.dataset_train_split, arguments.dataset_test_split
-        )
+        splits = arguments.dataset_train_split, arguments.dataset_test_split
+        train_set, test_set = load_rows(arguments.dataset_name, *splits)
         train_rows, train_line = tokenize_rows(train_set, tokenizer, arguments.max_length, "train")
         test_rows, test_line = [], "no test split: no evaluation"
         if test_set is not None:
@@ -100,9 +99,8 @@ def main() -> None:
     # Optimizer after wrapping and before any forward; the schedule counts optimizer steps on any number of ranks.
     with stop_together():
         betas = (arguments.adam_beta1, arguments.adam_beta2)
-        optimizer = make_optimizer(
-            model, arguments.learning_rate, arguments.weight_decay, betas, arguments.adam_epsilon
-        )
+        epsilon, weight_decay = arguments.adam_epsilon, arguments.weight_decay
+        optimizer = make_optimizer(model, arguments.learning_rate, weight_decay, betas, epsilon)
         check_optimizer(model, optimizer)
         if hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params:
             offload_state_between_steps(optimizer, accelerator.device)
@@ -147,15 +145,10 @@ def main() -> None:
     train(accelerator, model, optimizer, scheduler, steps, test_batches, log, step, arguments, hook_config)
     if prompts:
         after = answer_prompts()
-        scores = {
-            "exact_match_before": exact_match(before, expected),
-            "exact_match_after": exact_match(after, expected),
-        }
-        log.write(total_steps, scores)
+        first, last = exact_match(before, expected), exact_match(after, expected)
+        log.write(total_steps, {"exact_match_before": first, "exact_match_after": last})
         log.say(before_and_after(prompts, expected, before, after))
-        log.say(
-            "exact match of {} held-out answers: {:.1%} before, {:.1%} after".format(len(prompts), *scores.values())
-        )
+        log.say(f"exact match of {len(prompts)} held-out answers: {first:.1%} before, {last:.1%} after")
     log.close()
     export_model(accelerator, model, tokenizer, str(Path(output_dir, "model")), export_dtype)
     accelerator.print(f"model: {output_dir}/model | metrics: {log.path} | what FSDP did: {output_dir}/wrap_report.json")

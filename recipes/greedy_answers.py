@@ -11,12 +11,14 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedTokenizerBase
 
 
-def prompts_and_answers(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str], bool]:
+def prompts_and_answers(rows: Dataset | None, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str], bool]:
     """Return (prompt texts, expected answers, whether the prompts already hold their begin token).
 
     Raises:
         ValueError: the rows have no answer to compare with (plain text, or a chat that does not end in one).
     """
+    if rows is None:
+        raise ValueError("--predict_with_generate needs a test split, and this data set has none.")
     row_format = find_format(rows)
     if row_format == "prompt/completion":
         return rows["prompt"], rows["completion"], False

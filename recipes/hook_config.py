@@ -184,7 +184,7 @@ def notes(config: HookConfig, is_cpu: bool) -> list[str]:
         )
     if config.hook_buffer_dtype in ("bf16", "fp16"):
         found.append(
-            f"hook_buffer_dtype: {config.hook_buffer_dtype} rounds the rotary frequencies (phase off by up to 0.7 rad at "
+            f"hook_buffer_dtype: {config.hook_buffer_dtype} rounds the rotary frequencies (off by up to 0.7 rad at "
             "position 4096 in bf16); leave the key out to keep them in fp32"
         )
     return found

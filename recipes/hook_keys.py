@@ -78,7 +78,7 @@ def check_value(key: str, value: Any, kind: Any, allowed: str) -> str | None:
 
 
 def check_yaml(raw: dict[str, Any], path: str, version_flag: str | None = None) -> list[str]:
-    """Return every problem of the file itself. `version_flag`: a launcher's --fsdp_version, which wins over the file."""
+    """Return every problem of the file. `version_flag` is a launcher's --fsdp_version, which wins over the file."""
     problems = []
     top_level = {field.name for field in dataclasses.fields(ClusterConfig)} | {"fp16", "dynamo_backend"}
     problems += [unknown_key(key, top_level, "") for key in raw if key not in top_level]

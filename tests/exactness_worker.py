@@ -377,9 +377,27 @@ def run_faults(base: HookConfig, accelerator: Accelerator) -> dict:
         found["loss in bf16"] = compare(sharded_run(plain, base, accelerator), expected)
     with mock.patch.dict(globals(), {"apply_units": forgets_a_unit}):
         found["a key ignored"] = message_of(lambda: sharded_run(plain, base, accelerator))
+    found["overflow on one rank"] = overflow_on_one_rank(wrap(plain, base, accelerator), rank, world_size)
     found["optimizer before wrapping"] = message_of(lambda: optimizer_too_early(plain, base, accelerator))
     found["optimizer after a forward"] = message_of(lambda: optimizer_too_late(plain, base, accelerator))
     return found
+
+
+def overflow_on_one_rank(model: torch.nn.Module, rank: int, world_size: int) -> dict:
+    """fp16's loss scaler when only the last rank's shard of a gradient overflows: what every rank then does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 4, dtype=torch.long)).logits.sum()).backward()
+    if rank == world_size - 1:
+        model.lm_head.weight.grad.to_local()[0] = float("inf")
+    before = [local(p) for p in model.parameters()]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    changed = any(not torch.equal(b, local(p)) for b, p in zip(before, model.parameters()))
+    per_rank = [None] * world_size
+    dist.all_gather_object(per_rank, {"changed": changed, "scale": scaler.get_scale()})
+    return {"ranks": per_rank}
 
 
 def message_of(run: Callable[[], object]) -> str:

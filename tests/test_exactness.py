@@ -116,6 +116,10 @@ def test_optimizer_bound_to_unsharded_tensors_stops_the_run(results):
     assert "is not sharded" in results["faults"]["optimizer after a forward"]
 
 
+def test_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale(results):
+    assert results["faults"]["overflow on one rank"]["ranks"] == [{"changed": False, "scale": 4.0}] * 2
+
+
 def test_evaluation_between_backward_and_step_changes_nothing(results):
     assert results["evaluation"]["same_bits"]
     assert results["evaluation"]["naive_norm_error"] > 1e-2  # without the reshard after it

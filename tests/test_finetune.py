@@ -1,0 +1,219 @@
+"""The recipe itself, launched as a user launches it, on the sample that the repo ships."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import yaml
+from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, run
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RECIPE = RECIPES / "finetune.py"
+SAMPLE = RECIPES / "sample"
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder):
+    return {row["step"]: row for row in metrics(folder) if "loss" in row}
+
+
+def successful(done):
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def last_score(folder):
+    (row,) = [row for row in metrics(folder) if "exact_match_after" in row]
+    return row["exact_match_before"], row["exact_match_after"]
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    """`accelerate launch --config_file accelerate_configs/default.yaml recipes/finetune.py`, nothing else but a folder."""
+    folder = tmp_path_factory.mktemp("default")
+    output = successful(accelerate_launch(RECIPE, "--output_dir", folder))
+    return folder, output
+
+
+def test_sample_has_held_out_prompts_whose_answers_are_in_no_training_row():
+    rows = {}
+    for name in ("train", "test"):
+        lines = (SAMPLE / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        rows[name] = [json.loads(line)["messages"] for line in lines]
+    assert len(rows["test"]) >= 200
+    train_answers = {chat[-1]["content"] for chat in rows["train"]}
+    assert train_answers.isdisjoint(chat[-1]["content"] for chat in rows["test"])
+    train_prompts = {chat[0]["content"] for chat in rows["train"]}
+    assert train_prompts.isdisjoint(chat[0]["content"] for chat in rows["test"])
+
+
+def test_default_run_learns_the_sample_and_shows_it(default_run):
+    folder, output = default_run
+    before, after = last_score(folder)
+    assert before < 0.2 and after > 0.8
+    assert output.count("  before ") >= 3 and output.count("  after ") >= 3
+    assert "held-out answers:" in output
+    assert "micro-batch 8 x accumulation 1 x ranks 2 = global batch 16 rows" in output
+    assert "found by accelerate launch --config_file" in output
+
+
+def test_messages_are_printed_once(default_run):
+    lines = [
+        line
+        for line in default_run[1].splitlines()
+        if line.startswith(("FSDP:", "step 5/", "exact match", "train data"))
+    ]
+    assert len(lines) == len(set(lines)) == 4
+
+
+def test_exported_model_loads_in_plain_transformers_with_equal_logits(default_run):
+    folder, _ = default_run
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.config.dtype == model.dtype == torch.bfloat16 and model.config.architectures == ["LlamaForCausalLM"]
+    assert model.config.use_cache
+    names = set(load_file(folder / "model" / "model.safetensors"))
+    assert names == set(AutoModelForCausalLM.from_pretrained(SAMPLE / "model").state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    chat = json.loads((SAMPLE / "data" / "test.jsonl").read_text().splitlines()[0])["messages"]
+    prompt = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.eval().generate(**prompt, do_sample=False, max_new_tokens=40)
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer.strip() == chat[-1]["content"]
+
+
+def test_report_says_what_was_done_and_where_each_value_came_from(default_run):
+    report = json.loads((default_run[0] / "wrap_report.json").read_text())
+    assert report["num_units"] == 7 and len(report["recomputed_blocks"]) == report["num_blocks"] == 6
+    assert sum(unit["parameters"] for unit in report["units"]) == report["parameters"] == 1_435_264
+    assert all(unit["is_sharded"] and unit["stored_dtypes"] == ["float32"] for unit in report["units"])
+    values = yaml.safe_load((CONFIGS / "default.yaml").read_text())["fsdp_config"]
+    for key, value in values.items():
+        if key != "fsdp_version":
+            assert report["keys"][key] == {"value": value, "origin": "YAML"}, key
+    assert report["keys"]["hook_norm_dtype"] == {"value": None, "origin": "default"}
+
+
+def test_log_line_and_metrics_have_the_agreed_fields(default_run):
+    folder, output = default_run
+    (line,) = [line for line in output.splitlines() if line.startswith("step 5/")]
+    names = [field.split()[0] for field in line.split(" | ")]
+    assert names[:6] == ["step", "loss", "lr", "grad_norm", "step_time", "tok/s/gpu"] and len(names) == 7
+    row = steps_of(folder)[5]
+    assert {"loss", "learning_rate", "grad_norm", "step_time_s", "data_share", "tokens_per_second_per_gpu"} <= set(row)
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_learning_rate_depends_on_the_step_alone(default_run):
+    """A scheduler inside `prepare` would step once per process and reach zero after half of the run."""
+    import math
+
+    for step, row in steps_of(default_run[0]).items():
+        done = step - 1  # steps before this one
+        share = done / 10 if done < 10 else 0.5 * (1 + math.cos(math.pi * (done - 10) / 110))
+        assert row["learning_rate"] == pytest.approx(5e-4 * share, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["performance", "mem_limit"])
+def test_other_scenarios_learn_the_sample_too(name, tmp_path):
+    successful(accelerate_launch(RECIPE, "--output_dir", tmp_path, config=CONFIGS / f"{name}.yaml"))
+    before, after = last_score(tmp_path)
+    assert before < 0.2 and after > 0.8
+    report = json.loads((tmp_path / "wrap_report.json").read_text())
+    assert report["num_units"] == {"performance": 4, "mem_limit": 8}[name]
+    assert len(report["recomputed_blocks"]) == {"performance": 3, "mem_limit": 6}[name]
+
+
+def test_shuffled_answers_are_not_learnt(tmp_path):
+    """The score measures what the rows teach: with answers moved to other prompts it stays low."""
+    rows = [json.loads(line) for line in (SAMPLE / "data" / "train.jsonl").read_text().splitlines()]
+    answers = [row["messages"][-1] for row in rows]
+    data = tmp_path / "data"
+    data.mkdir()
+    with open(data / "train.jsonl", "w") as file:
+        for row, answer in zip(rows, answers[1:] + answers[:1]):
+            file.write(json.dumps({"messages": [row["messages"][0], answer]}) + "\n")
+    shutil.copy(SAMPLE / "data" / "test.jsonl", data)
+    arguments = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
+    arguments += ["--dataset_name", data, "--output_dir", tmp_path / "out"]
+    successful(accelerate_launch(RECIPE, *arguments))
+    assert last_score(tmp_path / "out")[1] < 0.2
+
+
+def test_lora_resumes_bit_equal_and_its_adapter_loads_in_plain_peft(tmp_path):
+    """Dropout on, mid-epoch: ten steps in one go against five, a stop, and five more."""
+    common = ["--use_peft", "--lora_dropout", 0.1, "--max_steps", 10, "--logging_steps", 1, "--eval_steps", 0]
+    common += ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
+    common += ["--dataset_name", SAMPLE / "data" / "train.jsonl", "--predict_with_generate", "false"]
+    common += ["--save_steps", 5, "--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 4]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    successful(accelerate_launch(RECIPE, *common, "--output_dir", whole))
+    shutil.copytree(whole / "checkpoint-5", resumed / "checkpoint-5")
+    (resumed / "checkpoint-9.incomplete").mkdir()  # what a kill leaves behind
+    output = successful(
+        accelerate_launch(RECIPE, *common, "--output_dir", resumed, "--resume_from_checkpoint", "latest")
+    )
+    assert "checkpoint-5: step 5" in output
+    expected, found = steps_of(whole), steps_of(resumed)
+    assert set(found) == {6, 7, 8, 9, 10}
+    for step, row in found.items():
+        assert (row["loss"], row["grad_norm"]) == (expected[step]["loss"], expected[step]["grad_norm"]), step
+    adapter = load_file(whole / "model" / "adapter_model.safetensors")
+    assert {
+        name: value.tolist() for name, value in load_file(resumed / "model" / "adapter_model.safetensors").items()
+    } == {name: value.tolist() for name, value in adapter.items()}
+    assert not any(path.name.startswith("model") for path in (whole / "model").iterdir())
+    assert all("lora_" in name and "FSDP" not in name and "_orig_mod" not in name for name in adapter)
+    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        without = base(ids).logits.clone()
+        assert not torch.equal(PeftModel.from_pretrained(base, whole / "model").eval()(ids).logits, without)
+
+
+def test_recipe_copied_with_the_files_it_names_runs_elsewhere(tmp_path):
+    """Only the siblings that the docstring names, no sample folder, a YAML beside it, plain python."""
+    text = RECIPE.read_text()
+    listed = text[text.index("To copy it:") : text.index("and a YAML")]
+    names = [word.strip(",.:") for word in listed.split() if word.strip(",.:").endswith(".py")]
+    imported = {path.name for path in RECIPES.glob("*.py")} - {"finetune.py"}
+    assert len(names) >= 15 and set(names) <= imported
+    for name in [*names, "finetune.py"]:
+        shutil.copy(RECIPES / name, tmp_path)
+    shutil.copy(CONFIGS / "mem_limit.yaml", tmp_path / "mine.yaml")
+    alone = run([sys.executable, "finetune.py", "--accelerate_config", "mine.yaml"], cwd=tmp_path)
+    assert alone.returncode == 1
+    assert alone.stdout.count("--model_name_or_path is required") == 1
+    assert alone.stdout.count("--dataset_name is required") == 1
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "one two", "completion": " three"}\n{"prompt": "a b", "completion": " c"}\n' * 3)
+    arguments = ["--model_name_or_path", str(SAMPLE / "model"), "--dataset_name", str(rows), "--max_steps", "2"]
+    command = [sys.executable, "finetune.py", "--accelerate_config", "mine.yaml", *arguments]
+    assert "1 rank(s) on" in successful(run(command, cwd=tmp_path))
+    assert (tmp_path / "outputs" / "finetune" / "model" / "model.safetensors").is_file()
+
+
+def test_top_level_holds_only_the_fixed_names():
+    fixed = {"accelerate_configs", "recipes", "tests", "requirements.txt", "Makefile", "README.md"}
+    found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - {"outputs"}
+    assert found == fixed
+
+
+def test_sibling_imports_at_most_two_siblings_and_never_a_recipe():
+    siblings = {path.stem for path in RECIPES.glob("*.py")}
+    checked = 0
+    for path in RECIPES.glob("*.py"):
+        if path.stem == "finetune":
+            continue
+        words = [line.split()[1] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
+        used = set(words) & siblings
+        assert len(used) <= 2 or path.stem == "hook_config", (path.name, used)
+        assert "finetune" not in used
+        checked += 1
+    assert checked >= 15
