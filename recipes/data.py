@@ -256,5 +256,12 @@ def make_loader(
     """A loader of these micro-batches, in order. An empty one becomes a filler: a row of two tokens without labels."""
     filler = {"input_ids": (rows[0]["input_ids"] * 2)[:2], "labels": [IGNORE_INDEX] * 2}
     sampler = [batch or [len(rows)] for batch in micro_batches]
-    collate_rows = partial(collate, pad_token_id=pad_token_id)
-    return DataLoader([*rows, filler], batch_sampler=sampler, collate_fn=collate_rows, num_workers=num_workers)
+    return DataLoader(
+        [*rows, filler],
+        batch_sampler=sampler,
+        collate_fn=partial(collate, pad_token_id=pad_token_id),
+        num_workers=num_workers,
+        # Without its own generator every new iterator draws from the global one, so that an evaluation or a resume
+        # would shift the dropout masks of the steps after it.
+        generator=torch.Generator(),
+    )

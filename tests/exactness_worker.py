@@ -12,6 +12,7 @@ import dataclasses
 import json
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -22,11 +23,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -458,6 +460,72 @@ def run_evaluation(base: HookConfig, accelerator: Accelerator) -> dict:
     }
 
 
+def run_non_finite(base: HookConfig, accelerator: Accelerator) -> dict:
+    """A loss that is nan on the last rank alone: every rank must end, before any weight changes."""
+    is_last_rank = accelerator.process_index == accelerator.num_processes - 1
+
+    def nan_on_one_rank(logits, labels):
+        return logits.float().sum() * (float("nan") if is_last_rank else 1.0)
+
+    code = None
+    with mock.patch.object(losses, "token_loss_sum", nan_on_one_rank), mock.patch("torch.optim.AdamW.step") as step:
+        try:
+            sharded_run(Cell("block"), base, accelerator)
+        except SystemExit as exit_:
+            code = exit_.code
+            accelerator.free_memory()
+    per_rank = [None] * accelerator.num_processes
+    dist.all_gather_object(per_rank, {"exit_code": code, "steps": step.call_count})
+    return {"ranks": per_rank}
+
+
+def run_generation(base: HookConfig, accelerator: Accelerator) -> list[int]:
+    """Ranks that stop after 1 and 5 new tokens: both must return."""
+    model = wrap(Cell("block"), base, accelerator).eval()
+    register_fsdp_forward_method(model, "generate")
+    limit = 4 + (1 if accelerator.process_index == 0 else 5)
+    stop = StoppingCriteriaList([lambda ids, scores: torch.full((ids.shape[0],), ids.shape[1] >= limit)])
+    ids = torch.ones(1, 4, dtype=torch.long)
+    output = model.generate(
+        ids, do_sample=False, max_new_tokens=9, synced_gpus=True, stopping_criteria=stop, pad_token_id=0
+    )
+    lengths = [None] * accelerator.num_processes
+    dist.all_gather_object(lengths, output.shape[1] - 4)
+    return lengths
+
+
+def run_buffers(base: HookConfig, accelerator: Accelerator) -> dict:
+    """Buffers after loading in bf16 and wrapping: rotary frequencies and a persistent buffer of the user's."""
+    config = Cell("block", dtype="bf16").config(base)
+    model = tiny_llama().to(torch.float32)
+    model.register_buffer("statistics", torch.arange(3.0), persistent=True)
+    policies = mixed_precision_policy(config), norm_precision_policy(config)
+    apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), *policies)
+    cast_stored_parameters(model, config)
+    buffers = dict(model.named_buffers())
+    return {
+        "rotary": sorted({str(b.dtype) for name, b in buffers.items() if "inv_freq" in name}),
+        "statistics": buffers["statistics"].tolist(),
+        "is_plain": not any(isinstance(b, DTensor) for b in buffers.values()),
+    }
+
+
+def run_graph_lifetime(base: HookConfig, accelerator: Accelerator) -> list[bool]:
+    """Whether a micro-batch's logits are gone by the time the next micro-batch runs."""
+    alive: list[bool] = []
+    previous: list[weakref.ref] = []
+
+    def watch(logits, labels):
+        alive.extend(reference() is not None for reference in previous)
+        previous[:] = [weakref.ref(logits)]
+        return token_loss_sum(logits, labels)
+
+    token_loss_sum = losses.token_loss_sum
+    with mock.patch.object(losses, "token_loss_sum", watch):
+        sharded_run(Cell("block", accumulation=3), base, accelerator)
+    return alive
+
+
 def count_collectives(base: HookConfig, accelerator: Accelerator) -> dict:
     """[all-gathers, reduce-scatters] of one forward and backward: ours, and Accelerate's own path at the same units."""
     counts = {}
@@ -471,6 +539,7 @@ def count_collectives(base: HookConfig, accelerator: Accelerator) -> dict:
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     counts["accelerate"] = collectives_of(model)
     plugin.__dict__.update(own_values)
+    accelerator.free_memory()  # Accelerate compares parameter lists, and two models' cannot be compared
     return counts
 
 
@@ -521,6 +590,10 @@ def main() -> None:
         results["faults"] = run_faults(base, accelerator)
         results["evaluation"] = run_evaluation(base, accelerator)
         results["collectives"] = count_collectives(base, accelerator)
+        results["non_finite"] = run_non_finite(base, accelerator)
+        results["generated_lengths"] = run_generation(base, accelerator)
+        results["buffers"] = run_buffers(base, accelerator)
+        results["logits_alive"] = run_graph_lifetime(base, accelerator)
     gathered = [None] * world_size
     dist.all_gather_object(gathered, [entry["norms_before_clipping"] for entry in results["cells"].values()])
     results["norms_equal_on_all_ranks"] = all(other == gathered[0] for other in gathered)

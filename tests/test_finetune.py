@@ -36,7 +36,7 @@ def last_score(folder):
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """`accelerate launch --config_file accelerate_configs/default.yaml recipes/finetune.py`, nothing else but a folder."""
+    """`accelerate launch --config_file accelerate_configs/default.yaml recipes/finetune.py` into its own folder."""
     folder = tmp_path_factory.mktemp("default")
     output = successful(accelerate_launch(RECIPE, "--output_dir", folder))
     return folder, output

@@ -1,0 +1,57 @@
+"""What only a GPU can show. Skipped, with the reason, on a machine without one."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from launching import CONFIGS, RECIPES, ROOT, accelerate_launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+RECIPE = RECIPES / "finetune.py"
+
+
+def changed_yaml(path, **changes):
+    values = yaml.safe_load((CONFIGS / "default.yaml").read_text())
+    values["mixed_precision"] = changes.pop("mixed_precision", values["mixed_precision"])
+    values["num_processes"] = 1
+    values["fsdp_config"].update(changes)
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def train(config, folder, *arguments):
+    done = accelerate_launch(RECIPE, "--output_dir", folder, *arguments, config=config)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_fp16_skips_overflowing_steps_lowers_the_scale_and_learns(tmp_path):
+    config = changed_yaml(tmp_path / "fp16.yaml", mixed_precision="fp16", hook_reduce_dtype="fp32")
+    rows = train(config, tmp_path / "out", "--fp16_initial_scale", 2.0**40, "--logging_steps", 1)
+    steps = [row for row in rows if "loss" in row]
+    assert steps[0]["skipped_steps"] == 1 and steps[0]["loss_scale"] == 2.0**39
+    assert steps[1]["learning_rate"] == steps[0]["learning_rate"]  # a skipped step does not advance the schedule
+    assert steps[-1]["skipped_steps"] < 30 and steps[-1]["loss"] < 0.1 * steps[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "key", ["fsdp_offload_params", "hook_offload_optimizer", "fsdp_activation_checkpointing_offload"]
+)
+def test_offload_changes_nothing_but_memory(tmp_path, key):
+    short = ("--max_steps", 6, "--logging_steps", 1, "--predict_with_generate", "false")
+    plain = train(changed_yaml(tmp_path / "plain.yaml"), tmp_path / "plain", *short)
+    offloaded = train(changed_yaml(tmp_path / "offloaded.yaml", **{key: True}), tmp_path / "offloaded", *short)
+    for row, other in zip(plain, offloaded, strict=True):
+        assert other.get("loss") == pytest.approx(row.get("loss"), rel=1e-5)
+
+
+def test_offload_asks_for_a_cpu_backend_beside_nccl(tmp_path):
+    """Clipping offloaded gradients runs collectives on CPU tensors: NCCL alone ends in "no backend for cpu"."""
+    config = changed_yaml(tmp_path / "offload.yaml", fsdp_offload_params=True)
+    done = accelerate_launch(ROOT / "tests" / "launch_worker.py", config=config)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert "cpu" in json.loads(line.removeprefix("FOUND "))["backend"]
