@@ -1,20 +1,15 @@
-"""Rows to batches: formats, chat template, label mask, and which rows each rank takes.
+"""Rows of text to token ids and labels: formats, chat template, label mask.
 
 Labels are the input ids, unshifted, with IGNORE_INDEX where nothing is learnt. Only answers are learnt: assistant turns
 of `messages`, the `completion` of a pair, everything of a `text`. The end of a turn is learnt too.
 """
 
 import json
-import math
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from jinja2 import TemplateError
 from losses import IGNORE_INDEX
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 FORMATS = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
@@ -170,98 +165,21 @@ def label_tokens(
     return ids, labels
 
 
-def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Pad on the right to the longest row; (B, T) each. Padding is told by length, never by id (pad may be eos)."""
-    length = max(len(row["input_ids"]) for row in rows)
-    batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    for row in rows:
-        size = len(row["input_ids"])
-        batch["input_ids"].append(row["input_ids"] + [pad_token_id] * (length - size))
-        batch["attention_mask"].append([1] * size + [0] * (length - size))
-        batch["labels"].append(row["labels"] + [IGNORE_INDEX] * (length - size))
-    return {name: torch.tensor(values) for name, values in batch.items()}
+def prompts_and_answers(rows: Dataset | None, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str], bool]:
+    """Return (prompt texts, expected answers, whether the prompts already hold their begin token).
 
-
-def split_rows(
-    order: list[int], micro_batch_size: int, accumulation: int, rank: int, world_size: int
-) -> list[list[list[int]]]:
-    """Return this rank's rows as steps of micro-batches, from one global order.
-
-    Each step takes the next micro_batch_size * accumulation * world_size rows, whatever the number of ranks. In the
-    last, shorter step every rank runs as many micro-batches as the others; one without rows is an empty list.
+    Raises:
+        ValueError: the rows have no answer to compare with (plain text, or a chat that does not end in one).
     """
-    rows_per_step = micro_batch_size * accumulation * world_size
-    steps = []
-    for first in range(0, len(order), rows_per_step):
-        rows = order[first : first + rows_per_step]
-        rows_per_micro_step = micro_batch_size * world_size
-        micro_batches = []
-        for start in range(0, len(rows), rows_per_micro_step):
-            mine = start + rank * micro_batch_size
-            micro_batches.append(rows[mine : min(mine + micro_batch_size, start + rows_per_micro_step)])
-        steps.append(micro_batches)
-    return steps
-
-
-def shuffled_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """The global row order of an epoch: the same on any number of ranks."""
-    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-
-
-def count_steps(num_rows: int, rows_per_step: int, num_train_epochs: float, max_steps: int) -> int:
-    """Optimizer steps of the run; the last step of an epoch may be shorter."""
-    return max_steps if max_steps > 0 else math.ceil(num_train_epochs * math.ceil(num_rows / rows_per_step))
-
-
-def training_steps(
-    rows: list[dict[str, list[int]]],
-    micro_batch_size: int,
-    accumulation: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-    pad_token_id: int,
-    num_workers: int = 0,
-    epoch: int = 0,
-    rows_seen: int = 0,
-) -> Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]]:
-    """Yield (this rank's micro-batches of one optimizer step, the position after it), without end.
-
-    Starts after `rows_seen` rows of `epoch`: the position continues the same global order on any number of ranks.
-    """
-    while True:
-        order = shuffled_order(len(rows), seed, epoch)[rows_seen:]
-        steps = split_rows(order, micro_batch_size, accumulation, rank, world_size)
-        batches = iter(make_loader(rows, [batch for step in steps for batch in step], pad_token_id, num_workers))
-        for step in steps:
-            rows_seen = min(rows_seen + micro_batch_size * accumulation * world_size, len(rows))
-            position = {"epoch": epoch, "rows_seen": rows_seen}
-            if rows_seen == len(rows):
-                position = {"epoch": epoch + 1, "rows_seen": 0}
-            yield [next(batches) for _ in step], position
-        epoch, rows_seen = epoch + 1, 0
-
-
-def evaluation_batches(
-    rows: list[dict[str, list[int]]], batch_size: int, rank: int, world_size: int, pad_token_id: int
-) -> DataLoader:
-    """This rank's share of the rows: over all ranks every row once, and the same number of batches on each."""
-    steps = split_rows(list(range(len(rows))), batch_size, 1, rank, world_size)
-    return make_loader(rows, [batch for step in steps for batch in step], pad_token_id)
-
-
-def make_loader(
-    rows: list[dict[str, list[int]]], micro_batches: list[list[int]], pad_token_id: int, num_workers: int = 0
-) -> DataLoader:
-    """A loader of these micro-batches, in order. An empty one becomes a filler: a row of two tokens without labels."""
-    filler = {"input_ids": (rows[0]["input_ids"] * 2)[:2], "labels": [IGNORE_INDEX] * 2}
-    sampler = [batch or [len(rows)] for batch in micro_batches]
-    return DataLoader(
-        [*rows, filler],
-        batch_sampler=sampler,
-        collate_fn=partial(collate, pad_token_id=pad_token_id),
-        num_workers=num_workers,
-        # Without its own generator every new iterator draws from the global one, so that an evaluation or a resume
-        # would shift the dropout masks of the steps after it.
-        generator=torch.Generator(),
-    )
+    if rows is None:
+        raise ValueError("--predict_with_generate needs a test split, and this data set has none.")
+    row_format = find_format(rows)
+    if row_format == "prompt/completion":
+        return rows["prompt"], rows["completion"], False
+    if row_format != "messages" or any(chat[-1]["role"] != "assistant" for chat in rows["messages"]):
+        raise ValueError(
+            "--predict_with_generate needs test rows that end in an answer (messages or prompt/completion)."
+        )
+    chats = rows["messages"]
+    prompts = [tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True) for chat in chats]
+    return prompts, [chat[-1]["content"] for chat in chats], True

@@ -8,9 +8,9 @@
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it: arguments.py, checkpoint.py, data.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py,
-hook_keys.py, hook_wrap.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py,
-optimizer.py, utils.py, wrap_report.py and a YAML.
+To copy it: arguments.py, batches.py, checkpoint.py, data.py, greedy_answers.py, hook_activation_checkpointing.py,
+hook_config.py, hook_keys.py, hook_wrap.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
+model_structure.py, optimizer.py, utils.py, wrap_report.py and a YAML.
 """
 
 import math
@@ -23,9 +23,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from arguments import FinetuneArguments, parse_arguments
+from batches import count_steps, evaluation_batches, training_steps
 from checkpoint import export_model, find_checkpoint, resume, save_checkpoint
-from data import count_steps, evaluation_batches, load_rows, tokenize_rows, training_steps
-from greedy_answers import before_and_after, exact_match, greedy_answers, prompts_and_answers
+from data import load_rows, prompts_and_answers, tokenize_rows
+from greedy_answers import before_and_after, exact_match, greedy_answers
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,

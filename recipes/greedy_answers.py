@@ -3,32 +3,11 @@
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from data import find_format, split_rows
-from datasets import Dataset
+from batches import split_rows
 from hook_wrap import reshard_all
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedTokenizerBase
-
-
-def prompts_and_answers(rows: Dataset | None, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str], bool]:
-    """Return (prompt texts, expected answers, whether the prompts already hold their begin token).
-
-    Raises:
-        ValueError: the rows have no answer to compare with (plain text, or a chat that does not end in one).
-    """
-    if rows is None:
-        raise ValueError("--predict_with_generate needs a test split, and this data set has none.")
-    row_format = find_format(rows)
-    if row_format == "prompt/completion":
-        return rows["prompt"], rows["completion"], False
-    if row_format != "messages" or any(chat[-1]["role"] != "assistant" for chat in rows["messages"]):
-        raise ValueError(
-            "--predict_with_generate needs test rows that end in an answer (messages or prompt/completion)."
-        )
-    chats = rows["messages"]
-    prompts = [tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True) for chat in chats]
-    return prompts, [chat[-1]["content"] for chat in chats], True
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ class HookConfig:
     fsdp_activation_checkpointing: bool
     fsdp_activation_checkpointing_offload: bool
     fsdp_state_dict_type: str
+    fsdp_cpu_ram_efficient_loading: bool = False
     hook_param_dtype: str = "fp32"
     hook_reduce_dtype: str = "fp32"
     hook_buffer_dtype: str | None = None
@@ -95,6 +96,7 @@ def effective_config(raw: dict[str, Any], launch: Launch, num_processes: int | N
         "fsdp_activation_checkpointing": plugin.activation_checkpointing,
         "fsdp_activation_checkpointing_offload": plugin.activation_checkpointing_offload,
         "fsdp_state_dict_type": plugin.state_dict_type.name,
+        "fsdp_cpu_ram_efficient_loading": str(named.get("fsdp_cpu_ram_efficient_loading")).lower() == "true",
     }
     hooks = {"hook_param_dtype": implied, "hook_reduce_dtype": implied}
     hooks |= {key: value for key, value in named.items() if key in HOOK_KEYS}
@@ -163,6 +165,10 @@ def as_plain_dict(config: HookConfig) -> dict[str, Any]:
 def notes(config: HookConfig, is_cpu: bool) -> list[str]:
     """Say which asked-for settings have no effect in this run, or a known price. Printed at the start."""
     found = []
+    if config.fsdp_cpu_ram_efficient_loading:
+        found.append(
+            "fsdp_cpu_ram_efficient_loading: no effect; weights are memory-mapped and shared by a machine's ranks"
+        )
     if is_cpu and config.hook_offload_optimizer:
         found.append("hook_offload_optimizer: the optimizer state is in host memory anyway on a CPU; no effect")
     if is_cpu and config.fsdp_offload_params:

@@ -21,7 +21,6 @@ FSDP1_KEYS = {
     "fsdp_use_orig_params",
     "fsdp_sync_module_states",
 }
-ACCEPTED_WITHOUT_EFFECT = {"fsdp_cpu_ram_efficient_loading"}
 UNSUPPORTED_KEYS = {"fsdp_ignored_modules": "ignored parameters are neither sharded nor averaged over the ranks"}
 
 # key -> (kind of value, what is allowed, in words)
@@ -48,6 +47,7 @@ STANDARD_KEYS: dict[str, tuple[Any, str]] = {
     "fsdp_activation_checkpointing": (bool, "true or false"),
     "fsdp_activation_checkpointing_offload": (bool, "true or false"),
     "fsdp_reshard_after_forward": (bool, "true (~ ZeRO-3) or false (~ ZeRO-2)"),
+    "fsdp_cpu_ram_efficient_loading": (bool, "true or false"),
     "fsdp_offload_params": (bool, "true or false"),
 }
 

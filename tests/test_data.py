@@ -10,20 +10,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from data import (
-    collate,
-    count_steps,
-    evaluation_batches,
-    first_bad_line,
-    label_tokens,
-    load_rows,
-    render_chat,
-    render_row,
-    shuffled_order,
-    split_rows,
-    tokenize_rows,
-    training_steps,
-)
+from batches import collate, count_steps, evaluation_batches, shuffled_order, split_rows, training_steps
+from data import first_bad_line, label_tokens, load_rows, render_chat, render_row, tokenize_rows
 from datasets import Dataset
 from losses import IGNORE_INDEX, micro_batch_loss, num_label_tokens, token_loss_sum
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors

@@ -252,6 +252,7 @@ WRONG_VALUES = {
     "fsdp_activation_checkpointing_offload": ["cpu", 1],
     "fsdp_reshard_after_forward": ["FULL_SHARD", 8],
     "fsdp_offload_params": ["cpu", 1],
+    "fsdp_cpu_ram_efficient_loading": ["cpu", 1],
 }
 
 
