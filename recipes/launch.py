@@ -117,9 +117,10 @@ def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: An
         kwargs_handlers=[scaler],
         **kwargs,
     )
-    if not accelerator.is_main_process:  # messages and progress bars of the libraries, once
-        for library in (transformers_logging, datasets_logging):
-            library.set_verbosity_error()
+    if not accelerator.is_main_process:  # the libraries' messages, once
+        transformers_logging.set_verbosity_error()
+        datasets_logging.set_verbosity_error()
+    if not (accelerator.is_main_process and sys.stderr.isatty()):  # their progress bars, on a terminal only
         transformers_logging.disable_progress_bar()
         disable_progress_bars()
     if is_cpu:

@@ -87,8 +87,7 @@ class MetricsLog:
         self.accelerator = accelerator
         self.path = Path(output_dir, "metrics.jsonl")
         self.total_steps = total_steps
-        # disable=None: a bar on a terminal, nothing in a log file
-        disable = None if accelerator.is_main_process else True
+        disable = None if accelerator.is_main_process else True  # None: a bar on a terminal, nothing in a log file
         self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", disable=disable)
         if accelerator.is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
