@@ -4,7 +4,7 @@ One launch of exactness_worker.py with 2 processes runs all cells; the tests bel
 the replica (same arithmetic, another order of additions) fp32 and bf16 agree to a few units in the last place, 1e-6
 relative; with a deferred or a bf16 reduction the additions are grouped otherwise, 5e-6 and 1e-2. Against the unsharded
 fp32 process the first step is held to 1e-6 and later steps to 1e-5, since AdamW's first updates have the sign of the
-gradient and amplify rounding; weights after 3 steps to 5e-5, as everywhere in this project.
+gradient and amplify rounding (for three ranks also against the replica: 5e-6); weights after 3 steps to 5e-5, as everywhere in this project.
 """
 
 import json
@@ -28,11 +28,12 @@ def launch_worker(path, *arguments, flags=()):
     return json.loads(path.read_text())
 
 
-def check_cell(name, cell):
+def check_cell(name, cell, later=1):
     tolerance = 1e-2 if "reduce_bf16" in name else 5e-6 if "reduce_every_micro_batch" in name else 1e-6
     assert max(cell["loss"]) <= 1e-6, cell["loss"]
-    assert max(cell["norm"]) <= tolerance, cell["norm"]
-    assert max(cell["gradient"]) <= tolerance, cell["gradient"]
+    for error in ("norm", "gradient"):
+        assert cell[error][0] <= tolerance, cell[error]
+        assert max(cell[error]) <= later * tolerance, cell[error]
     assert cell["weight"] <= 5e-5
     assert cell["is_sharded"]
     assert cell["state_dtypes"] == ["torch.float32"]
@@ -88,7 +89,7 @@ def test_other_world_sizes_are_as_exact(tmp_path, processes):
     assert found["world_size"] == processes
     assert len(found["cells"]) == 24
     for name, cell in found["cells"].items():
-        check_cell(name, cell)
+        check_cell(name, cell, later=5)  # three ranks add in another order, and AdamW amplifies that rounding
 
 
 def test_lost_dropout_state_turns_the_comparison_red(results):

@@ -154,7 +154,7 @@ def test_more_processes_than_devices_is_refused_with_the_right_command(monkeypat
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = type("Config", (), {"num_processes": 4, "path": "x.yaml"})
-    with pytest.raises(ValueError, match=r"4 processes on this machine, but 2 device.*--num_processes 2"):
+    with pytest.raises(ValueError, match=r"(?s)4 processes on this machine, but 2 device.*--num_processes 2"):
         launch.check_processes(config)
 
 
