@@ -4,7 +4,8 @@ One launch of exactness_worker.py with 2 processes runs all cells; the tests bel
 the replica (same arithmetic, another order of additions) fp32 and bf16 agree to a few units in the last place, 1e-6
 relative; with a deferred or a bf16 reduction the additions are grouped otherwise, 5e-6 and 1e-2. Against the unsharded
 fp32 process the first step is held to 1e-6 and later steps to 1e-5, since AdamW's first updates have the sign of the
-gradient and amplify rounding (for three ranks also against the replica: 5e-6); weights after 3 steps to 5e-5, as everywhere in this project.
+gradient and amplify rounding (for three ranks also against the replica: 5e-6); weights after 3 steps to 5e-5, as
+everywhere in this project.
 """
 
 import json
