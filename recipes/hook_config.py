@@ -63,15 +63,18 @@ def read_hook_config(accelerate_config: str | None) -> HookConfig:
     launch = find_launch(accelerate_config)
     raw = load_yaml(launch.path)
     version_flag = os.environ.get("FSDP_VERSION") if "fsdp_version" in launch.flags else None
-    problems = check_yaml(raw, launch.path, version_flag)
-    if problems:
-        raise ValueError(f"{launch.path} (found by {launch.found_by}):\n" + "\n".join(f"- {p}" for p in problems))
+    stop_on(check_yaml(raw, launch.path, version_flag), launch)
     num_processes = export_environment(launch)
     config = effective_config(raw, launch, num_processes)
-    problems = check_combinations(config)
-    if problems:
-        raise ValueError(f"{launch.path} (found by {launch.found_by}):\n" + "\n".join(f"- {p}" for p in problems))
+    stop_on(check_combinations(config), launch)
     return config
+
+
+def stop_on(problems: list[str], launch: Launch) -> None:
+    """Raise ValueError with all problems of the file, one line each."""
+    if problems:
+        lines = problems if len(problems) == 1 else ["", *(f"- {problem}" for problem in problems)]
+        raise ValueError(f"{launch.path} (found by {launch.found_by}): " + "\n".join(lines))
 
 
 def effective_config(raw: dict[str, Any], launch: Launch, num_processes: int | None) -> HookConfig:

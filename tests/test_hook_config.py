@@ -264,8 +264,7 @@ def test_wrong_values_are_listed_for_every_key() -> None:
 def test_wrong_value_is_refused_with_what_was_found_and_what_is_allowed(tmp_path: Path, key: str, value: Any) -> None:
     message = error_of(write(tmp_path, {key: value}))
     assert f"fsdp_config.{key}: found {value!r}, allowed: " in message
-    assert "\n- " in message
-    assert message.count("\n- ") == 1, message
+    assert "\n" not in message, message
 
 
 @pytest.mark.parametrize("key", ["mixed_precision", "parallelism_config", "fsdp_config", "dynamo_config"])
@@ -334,7 +333,7 @@ def test_impossible_combination_is_refused(
     message = error_of(write(tmp_path, keys, **top_level))
     for fragment in fragments:
         assert fragment in message, message
-    assert message.count("\n- ") == 1, message
+    assert "\n" not in message, message
 
 
 def test_accumulation_set_on_the_launcher_is_refused(tmp_path: Path) -> None:
