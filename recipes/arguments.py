@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -185,6 +186,10 @@ def check_arguments(arguments: FinetuneArguments) -> list[str]:
         problems.append("--max_steps or --num_train_epochs must be above 0")
     if arguments.lora_dropout >= 1:
         problems.append(f"--lora_dropout: found {arguments.lora_dropout}, allowed: below 1")
+    folder = Path(arguments.output_dir)
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        problems.append(f"--output_dir {folder}: {existing} is not a folder that can be written to")
     if arguments.dtype not in ("auto", "float32", "bfloat16", "float16"):
         problems.append(f"--dtype: found {arguments.dtype}, allowed: auto, float32, bfloat16, float16")
     return problems

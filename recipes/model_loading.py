@@ -4,6 +4,8 @@ Every rank opens the safetensors files in the dtype they were saved in: memory-m
 one copy in the page cache, and wrapping then copies only a rank's own slices (to fp32 masters where they are trained).
 """
 
+import os
+
 import torch
 from arguments import FinetuneArguments
 from peft import LoraConfig, get_peft_model
@@ -19,7 +21,8 @@ def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
             name, revision=arguments.model_revision, trust_remote_code=arguments.trust_remote_code
         )
     except Exception as error:  # from_pretrained raises many kinds; all of them mean that nothing was loaded
-        raise ValueError(f"--model_name_or_path {name}: no tokenizer could be loaded: {error}") from error
+        hint = "" if os.path.isdir(name) else "no such local folder, and as a hub name "
+        raise ValueError(f"--model_name_or_path {name}: {hint}no tokenizer could be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"--model_name_or_path {name}: needs a fast tokenizer (tokenizer.json) to place the label mask."

@@ -325,3 +325,10 @@ def test_sample_job_file_holds_known_names_only() -> None:
     names = {word.removeprefix("--").split("=")[0] for word in read_arguments_file(str(SAMPLE / "arguments.yaml"))}
     assert len(names) > 5
     assert names <= {field.name for field in fields(FinetuneArguments)}
+
+
+def test_output_dir_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"--output_dir {folder}" in error_of([*NAMED, "--output_dir", str(folder)])
+    assert parse_arguments([*NAMED, "--output_dir", str(tmp_path / "new" / "folder")], None)
