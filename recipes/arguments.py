@@ -1,6 +1,7 @@
 """The script's arguments, with the names of transformers' TrainingArguments and TRL's SFTConfig."""
 
 import difflib
+import importlib.util
 import json
 import os
 import sys
@@ -186,6 +187,9 @@ def check_arguments(arguments: FinetuneArguments) -> list[str]:
         problems.append("--max_steps or --num_train_epochs must be above 0")
     if arguments.lora_dropout >= 1:
         problems.append(f"--lora_dropout: found {arguments.lora_dropout}, allowed: below 1")
+    for name in arguments.report_to:
+        if name not in ("none", "all") and importlib.util.find_spec(name) is None:
+            problems.append(f"--report_to {name}: not installed (pip install {name}), or use none")
     folder = Path(arguments.output_dir)
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

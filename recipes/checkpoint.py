@@ -36,7 +36,8 @@ def save_checkpoint(accelerator: Accelerator, output_dir: str, state: dict[str, 
         os.replace(temporary, final)
         complete = complete_checkpoints(output_dir)
         for old in complete[: -limit or None] if limit else []:
-            shutil.rmtree(old)
+            if old != final:  # a folder may hold later steps of another run
+                shutil.rmtree(old)
     accelerator.wait_for_everyone()
     return final
 
@@ -72,9 +73,21 @@ def find_checkpoint(name: str, output_dir: str) -> Path:
     return Path(name)
 
 
+def check_no_checkpoints(output_dir: str) -> None:
+    """Raise ValueError if a new run would write its checkpoints among those of an earlier one."""
+    found = complete_checkpoints(output_dir)
+    if found:
+        raise ValueError(
+            f"--output_dir {output_dir} holds {found[-1].name} of an earlier run. Continue it with "
+            "--resume_from_checkpoint latest, or choose another folder."
+        )
+
+
 def resume(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
     """Load a checkpoint into the prepared objects, and return the state it was saved with (step, data position)."""
     state = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    if accelerator.scaler is not None:  # loading steps the optimizer once, and the scaler is made at its first use
+        accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
     accelerator.load_state(str(checkpoint))
     return state
 
@@ -95,7 +108,13 @@ def export_model(
         training_cache, config.use_cache = config.use_cache, True
         if not is_adapter:
             weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+            for name in getattr(model, "all_tied_weights_keys", None) or ():
+                weights.pop(name, None)
+        sharded_class = type(model)
+        if not is_adapter:
+            model.__class__ = sharded_class.__mro__[2]  # [FSDPName, FSDPModule, Name]: a hub model's own code is saved
         model.save_pretrained(folder, state_dict=weights)
+        model.__class__ = sharded_class
         if not is_adapter:
             config.dtype = dtype  # save_pretrained wrote the dtype of the fp32 masters
             config.save_pretrained(folder)

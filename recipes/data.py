@@ -154,7 +154,7 @@ def label_tokens(
     An end token that the tokenizer appends is dropped: the text ends as its format says.
     """
     has_begin = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    encoded = tokenizer(text, add_special_tokens=not has_begin, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=not has_begin, return_offsets_mapping=True, verbose=False)
     ids, labels = [], []
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
         if ids and start == end and token in tokenizer.all_special_ids:  # appended: it covers no character

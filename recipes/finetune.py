@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from arguments import FinetuneArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
-from checkpoint import export_model, find_checkpoint, resume, save_checkpoint
+from checkpoint import check_no_checkpoints, export_model, find_checkpoint, resume, save_checkpoint
 from data import load_rows, prompts_and_answers, tokenize_rows
 from greedy_answers import before_and_after, exact_match, greedy_answers
 from hook_activation_checkpointing import (
@@ -37,9 +37,9 @@ from hook_wrap import Unit, apply_units, plan_units, reshard_all, set_gradient_s
 from launch import end, make_accelerator, make_device_mesh, stop_together
 from losses import micro_batch_loss, num_label_tokens, token_loss_sum
 from metrics import MetricsLog, StepMeter, format_line, memory
-from model_loading import add_adapters, load_model, load_tokenizer, saved_dtype
+from model_loading import add_adapters, check_row_lengths, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
-from optimizer import check_optimizer, make_optimizer, offload_state_between_steps
+from optimizer import make_optimizer, offload_state_between_steps, prepare
 from torch import nn
 from transformers import get_scheduler
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
@@ -62,7 +62,7 @@ def main() -> None:
         arguments = parse_arguments(sample_dir=SAMPLE_DIR)
         hook_config = read_hook_config(arguments.accelerate_config)
     with stop_together():
-        trackers = [name for name in arguments.report_to if name != "none"]
+        trackers = [name for name in arguments.report_to if name != "none"] or None
         scale, output_dir = arguments.fp16_initial_scale, arguments.output_dir
         accelerator = make_accelerator(hook_config, scale, log_with=trackers, project_dir=output_dir)
     is_cpu = accelerator.device.type == "cpu"
@@ -85,6 +85,7 @@ def main() -> None:
     set_seed(arguments.seed)  # the same random adapters on every rank
     with stop_together():
         model = load_model(arguments)
+        check_row_lengths(model, max(len(row["input_ids"]) for row in train_rows + test_rows))
         export_dtype = saved_dtype(model) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         model = add_adapters(model, arguments)
         recomputed = plan_activation_checkpointing(model, hook_config)
@@ -101,27 +102,32 @@ def main() -> None:
     with stop_together():
         betas = (arguments.adam_beta1, arguments.adam_beta2)
         epsilon, weight_decay = arguments.adam_epsilon, arguments.weight_decay
-        optimizer = make_optimizer(model, arguments.learning_rate, weight_decay, betas, epsilon)
-        check_optimizer(model, optimizer)
+        uses_scaler = accelerator.scaler is not None
+        optimizer = make_optimizer(model, arguments.learning_rate, weight_decay, betas, epsilon, uses_scaler)
         if hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params:
             offload_state_between_steps(optimizer, accelerator.device)
-    rows_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size
+    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    rows_per_step = micro * accumulation * world_size
     total_steps = count_steps(len(train_rows), rows_per_step, arguments.num_train_epochs, arguments.max_steps)
     warmup_steps = arguments.warmup_steps if arguments.warmup_steps >= 1 else arguments.warmup_steps * total_steps
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, math.ceil(warmup_steps), total_steps)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, prepared_optimizer = prepare(accelerator, model, optimizer)
     accelerator.register_for_checkpointing(scheduler)
 
     step, position = 0, {"epoch": 0, "rows_seen": 0}
     set_seed(arguments.seed, device_specific=True)  # each rank drops other units
-    if arguments.resume_from_checkpoint:
-        with stop_together():
+    with stop_together():
+        if arguments.save_steps and not arguments.resume_from_checkpoint:
+            check_no_checkpoints(output_dir)
+        if arguments.resume_from_checkpoint:
             checkpoint = find_checkpoint(arguments.resume_from_checkpoint, output_dir)
             state = resume(accelerator, checkpoint)
             step, position = state["step"], {name: state[name] for name in ("epoch", "rows_seen")}
+            if step >= total_steps:
+                raise ValueError(f"{checkpoint} is at step {step} of {total_steps}: nothing to do; raise --max_steps.")
             accelerator.print(f"resumed from {checkpoint}: step {step}, epoch {position['epoch']}")
     print_start(accelerator, hook_config, arguments, [train_line, test_line], total_steps)
-    accelerator.init_trackers("tensorboard")
+    accelerator.init_trackers(Path(output_dir).name)
 
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
     test_batches = evaluation_batches(test_rows, batch_size, rank, world_size, pad_token_id) if test_rows else []
@@ -129,21 +135,12 @@ def main() -> None:
         greedy_answers, accelerator, model, tokenizer, prompts, is_rendered, batch_size, arguments.max_new_tokens
     )
     before = answer_prompts() if prompts else []
-    steps = training_steps(
-        train_rows,
-        arguments.per_device_train_batch_size,
-        arguments.gradient_accumulation_steps,
-        rank,
-        world_size,
-        arguments.seed,
-        pad_token_id,
-        arguments.dataloader_num_workers,
-        **position,
-    )
+    loader = {"pad_token_id": pad_token_id, "num_workers": arguments.dataloader_num_workers}
+    steps = training_steps(train_rows, micro, accumulation, rank, world_size, arguments.seed, **loader, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, step)
     if test_batches:
         log.write(step, {"eval_loss": evaluate(accelerator, model, test_batches)})
-    train(accelerator, model, optimizer, scheduler, steps, test_batches, log, step, arguments, hook_config)
+    train(accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, step, arguments, hook_config)
     if prompts:
         after = answer_prompts()
         first, last = exact_match(before, expected), exact_match(after, expected)
@@ -170,7 +167,7 @@ def train(
 ) -> None:
     """Run the optimizer steps that are left."""
     device, world_size = accelerator.device, accelerator.num_processes
-    meter, skipped = StepMeter(), 0
+    meter, skipped, skipped_in_a_row = StepMeter(), 0, 0
     while step < log.total_steps:
         fetch_started = time.perf_counter()
         micro_batches, position = next(steps)
@@ -192,12 +189,14 @@ def train(
             del loss  # else this micro-batch's graph would live on beside the next one's
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
         loss_sum = accelerator.reduce(loss_sum).item()
-        stop_if_not_finite(accelerator, loss_sum, grad_norm, step + 1, skipped)
+        stop_if_not_finite(accelerator, loss_sum, grad_norm, step + 1, skipped_in_a_row)
         learning_rate = scheduler.get_last_lr()[0]
         optimizer.step()
         if accelerator.optimizer_step_was_skipped:
             skipped += 1  # fp16 overflow: the scaler lowered its scale, all ranks alike, and no weight changed
+            skipped_in_a_row += 1
         else:
+            skipped_in_a_row = 0
             scheduler.step()
         optimizer.zero_grad()
         step += 1

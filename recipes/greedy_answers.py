@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from batches import split_rows
-from hook_wrap import reshard_all
+from hook_wrap import base_model, reshard_all
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ def greedy_answers(
     """
     register_fsdp_forward_method(model, "generate")  # else the root unit's parameters stay sharded
     was_training = model.training
+    ends = {tokenizer.eos_token_id, *as_list(base_model(model).generation_config.eos_token_id)} - {None}
     model.eval()
     answers: list[tuple[int, str]] = []
     rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -46,13 +47,19 @@ def greedy_answers(
             max_new_tokens=max_new_tokens,
             synced_gpus=world_size > 1,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=sorted(ends),
+            repetition_penalty=1.0,  # whatever the model's generation config says: plain greedy
         )
         new_tokens = output[:, encoded["input_ids"].shape[1] :]
         answers += list(zip(mine, tokenizer.batch_decode(new_tokens, skip_special_tokens=True)))
     reshard_all(model)
     model.train(was_training)
     return [answer for _, answer in sorted(gather_object(answers))]
+
+
+def as_list(value: int | list[int] | None) -> list[int]:
+    """A generation config holds one end token, several or none."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def exact_match(answers: list[str], expected: list[str]) -> float:

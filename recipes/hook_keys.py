@@ -126,6 +126,8 @@ def check_top_level(raw: dict[str, Any]) -> list[str]:
     if raw.get("mixed_precision") not in (None, "no", "bf16", "fp16"):
         quoted = " (YAML reads an unquoted no as false)" if raw["mixed_precision"] is False else ""
         problems.append(f"mixed_precision: found {raw['mixed_precision']!r}{quoted}, allowed: 'no', bf16 or fp16")
+    if raw.get("use_cpu") is True:
+        problems.append("use_cpu: found True; the CPU is used where there is no GPU, and only there; set false")
     parallelism = raw.get("parallelism_config") or {}
     if not isinstance(parallelism, dict):
         return [*problems, f"parallelism_config: found {parallelism!r}, expected `key: value` lines below it"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, gather_object
+from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
 from datasets.utils import disable_progress_bars
 from datasets.utils import logging as datasets_logging
 from hook_config import HookConfig, as_plain_dict
@@ -76,6 +76,12 @@ def stop_together() -> Iterator[None]:
 def check_processes(config: HookConfig) -> None:
     """Raise ValueError where the processes that run are not those that were asked for."""
     world_size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if world_size == 1 and int(os.environ.get(name, "1")) > 1 and config.num_processes is None:
+            raise ValueError(
+                f"{name} is {os.environ[name]}, but every process would train alone: start one `torchrun` or "
+                "`accelerate launch` per machine, which starts the processes."
+            )
     if config.num_processes is not None and config.num_processes != world_size:
         raise ValueError(
             f"accelerate launch was asked for {config.num_processes} processes, but {world_size} runs (WORLD_SIZE). "
@@ -107,6 +113,7 @@ def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: An
         False,
     )
     scaler = GradScalerKwargs(init_scale=fp16_initial_scale)
+    check_same_keys(config)  # before anything that could fail on some ranks only
     is_cpu = device_count() == 0
     accelerator = Accelerator(
         cpu=is_cpu,
@@ -131,7 +138,6 @@ def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: An
         found = f"{accelerator.num_processes} process(es), {accelerator.distributed_type}"
         raise ValueError(f"Accelerate sees {found}, but WORLD_SIZE is {world_size} with FSDP2 asked for. Stopping.")
     assert accelerator.gradient_accumulation_steps == 1, accelerator.gradient_accumulation_steps
-    check_same_keys(config)
     return accelerator
 
 
@@ -149,7 +155,9 @@ def use_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPl
 def check_same_keys(config: HookConfig) -> None:
     """Raise ValueError on every rank, naming the keys, if the ranks were started from different YAMLs."""
     values = {key: entry["value"] for key, entry in as_plain_dict(config).items()}
-    for rank, other in enumerate(gather_object([values])):
+    per_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(per_rank, values)
+    for rank, other in enumerate(per_rank):
         different = [
             f"{key}: {values[key]!r} here, {other[key]!r} on rank {rank}" for key in values if values[key] != other[key]
         ]

@@ -91,8 +91,9 @@ class MetricsLog:
         self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", disable=disable)
         if accelerator.is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if first_step == 0:
-                self.path.write_text("", encoding="utf-8")
+            lines = self.path.read_text(encoding="utf-8").splitlines() if first_step and self.path.is_file() else []
+            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= first_step]  # the rest runs again
+            self.path.write_text("".join(kept), encoding="utf-8")
 
     def say(self, text: str) -> None:
         """Print a line once, above the bar."""

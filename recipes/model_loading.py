@@ -74,9 +74,24 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config).train()
+        adapted = get_peft_model(model, config, revision=arguments.model_revision).train()
     except ValueError as error:
         raise ValueError(f"--lora_target_modules {' '.join(targets)}: {error}") from error
+    if os.path.isdir(arguments.model_name_or_path):  # the adapter must find its base from anywhere
+        adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(arguments.model_name_or_path)
+    return adapted
+
+
+def check_row_lengths(model: nn.Module, longest: int) -> None:
+    """Raise ValueError if rows are longer than a learned position table (a rotary model may go beyond its length)."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    is_learned = limit is not None and any(size in range(limit, limit + 4) and size != vocabulary for size in tables)
+    if is_learned and longest > limit:
+        raise ValueError(
+            f"the longest row has {longest} tokens, but this model has {limit} positions: --max_length {limit}"
+        )
 
 
 def saved_dtype(model: nn.Module) -> torch.dtype:

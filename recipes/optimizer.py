@@ -1,6 +1,8 @@
 """AdamW over the sharded parameters: parameter groups, the proof that it holds them, state offload."""
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,8 +16,18 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float):
+def make_optimizer(
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    uses_scaler: bool = False,
+) -> torch.optim.AdamW:
     """AdamW on the shards. Make it after wrapping and before any forward.
+
+    Fused on GPUs, except under fp16's loss scaler: a fused step handles an overflow inside the kernel, and Accelerate
+    would not see that it was skipped.
 
     Raises:
         ValueError: nothing is trainable.
@@ -23,8 +35,24 @@ def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float, 
     groups = parameter_groups(model, weight_decay)
     if not groups:
         raise ValueError("No parameter is trainable (all are frozen); nothing to optimize.")
-    is_cuda = next(model.parameters()).device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=is_cuda)
+    fused = next(model.parameters()).device.type == "cuda" and not uses_scaler
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """`accelerator.prepare`, then the proof that the optimizer still holds every parameter.
+
+    Accelerate matches parameters before and after by their memory address; empty shards (a LoRA matrix of fewer rows
+    than ranks) all have address 0 and would be taken for one another, so the parameters are put back.
+    """
+    held = [list(group["params"]) for group in optimizer.param_groups]
+    model, prepared = accelerator.prepare(model, optimizer)
+    for group, parameters in zip(optimizer.param_groups, held):
+        group["params"] = parameters
+    check_optimizer(model, optimizer)
+    return model, prepared
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -72,7 +72,7 @@ def cast_buffers(model: nn.Module, config: HookConfig) -> None:
 def clip_grad_norm(accelerator: Accelerator, model: nn.Module, max_norm: float) -> float:
     """Clip all gradients by their global L2 norm over ranks and return the norm before clipping, the same on all ranks.
 
-    Under fp16 the gradients are unscaled first. This is the one place of a step where the CPU waits for the device.
+    Under fp16 the gradients are unscaled first. The CPU waits for the device here.
     """
     # model.parameters() as it is: Accelerate compares this list with its own to find the sharded path.
     norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)

@@ -23,12 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from safetensors.torch import load_file
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -36,6 +37,8 @@ import finetune
 import hook_wrap
 import losses
 import wrap_report
+from arguments import FinetuneArguments
+from checkpoint import export_model
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
@@ -46,7 +49,7 @@ from hook_wrap import apply_units, plan_units
 from launch import end, make_accelerator, make_device_mesh
 from model_loading import add_adapters
 from model_structure import is_norm
-from optimizer import check_optimizer, make_optimizer
+from optimizer import check_optimizer, make_optimizer, prepare
 from tiny_models import tiny_llama
 from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
 
@@ -129,8 +132,8 @@ def make_model(cell: Cell) -> torch.nn.Module:
     model = tiny_llama(tied=cell.tied)
     model.config.use_cache = False
     model = model.to(torch.bfloat16) if cell.dtype == "bf16" and cell.training == "lora" else model
-    options = {"use_peft": cell.training == "lora", "lora_target_modules": ["all-linear"]}
-    arguments = types.SimpleNamespace(**options, lora_r=4, lora_alpha=8, lora_dropout=0.1)
+    arguments = FinetuneArguments(model_name_or_path="", use_peft=cell.training == "lora", lora_r=4, lora_alpha=8)
+    arguments.lora_dropout = 0.1
     model = add_adapters(model.train(), arguments)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at the start: the gradient of lora_A would be zero too
@@ -243,7 +246,7 @@ def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator) -> dict:
     optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, (0.9, 0.999), 1e-8)
     check_optimizer(model, optimizer)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    model, prepared = accelerator.prepare(model, optimizer)
+    model, prepared = prepare(accelerator, model, optimizer)
     out = {"gradients": []}
 
     def record_gradients(*_: object) -> None:
@@ -510,6 +513,29 @@ def run_buffers(base: HookConfig, accelerator: Accelerator) -> dict:
     }
 
 
+def run_export(base: HookConfig, accelerator: Accelerator, folder: Path) -> dict:
+    """A tied model, exported in bf16 from its shards and loaded by plain transformers."""
+    cell = Cell("embeddings", tied=True)
+    tokenizer = types.SimpleNamespace(save_pretrained=lambda folder: None)
+    export_model(accelerator, wrap(cell, base, accelerator), tokenizer, str(folder), torch.bfloat16)
+    saved = load_file(folder / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(1, 9)[None]
+    reference = make_model(cell)
+    for parameter in reference.parameters():  # not reference.bfloat16(): that would round the rotary frequencies too
+        parameter.data = parameter.data.bfloat16().float()
+    with torch.no_grad():
+        difference = (loaded.float()(ids).logits - reference(ids).logits).abs().max().item()
+    config = json.loads((folder / "config.json").read_text())
+    return {
+        "head_stored": "lm_head.weight" in saved,
+        "odd_names": [name for name in saved if any(word in name for word in ("FSDP", "_orig_mod", "_checkpoint"))],
+        "logit_difference": difference,
+        "dtypes": sorted({str(tensor.dtype) for tensor in saved.values()}),
+        "config": [config["architectures"], config["dtype"], config["use_cache"]],
+    }
+
+
 def run_graph_lifetime(base: HookConfig, accelerator: Accelerator) -> list[bool]:
     """Whether a micro-batch's logits are gone by the time the next micro-batch runs."""
     alive: list[bool] = []
@@ -593,6 +619,7 @@ def main() -> None:
         results["non_finite"] = run_non_finite(base, accelerator)
         results["generated_lengths"] = run_generation(base, accelerator)
         results["buffers"] = run_buffers(base, accelerator)
+        results["export"] = run_export(base, accelerator, Path(out_path).parent / "exported")
         results["logits_alive"] = run_graph_lifetime(base, accelerator)
     gathered = [None] * world_size
     dist.all_gather_object(gathered, [entry["norms_before_clipping"] for entry in results["cells"].values()])

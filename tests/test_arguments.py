@@ -170,12 +170,12 @@ def test_file_is_read_in_every_form(tmp_path: Path, name: str, form: str) -> Non
 
 
 def test_command_line_overrides_the_file(tmp_path: Path) -> None:
-    values = {"model_name_or_path": "m", "dataset_name": "d", "max_length": 77, "use_peft": True, "report_to": ["a"]}
+    values = {"model_name_or_path": "m", "dataset_name": "d", "max_length": 77, "use_peft": True, "report_to": ["none"]}
     path = write(tmp_path, values)
-    argv = [path, "--max_length", "88", "--dataset_name", "e", "--use_peft", "false", "--report_to", "b"]
+    argv = [path, "--max_length", "88", "--dataset_name", "e", "--use_peft", "false", "--report_to", "tensorboard"]
     arguments = parse_arguments(argv)
     assert (arguments.max_length, arguments.dataset_name, arguments.use_peft) == (88, "e", False)
-    assert arguments.report_to == ["b"]
+    assert arguments.report_to == ["tensorboard"]
     assert arguments.model_name_or_path == "m"
 
 

@@ -152,3 +152,11 @@ def test_rotary_buffers_stay_fp32_and_persistent_buffers_stay_whole(results):
 
 def test_no_micro_batchs_graph_outlives_it(results):
     assert len(results["logits_alive"]) == 8 and not any(results["logits_alive"])
+
+
+def test_exported_tied_model_stores_its_head_once_and_has_equal_logits(results):
+    exported = results["export"]
+    assert exported["head_stored"] is False and exported["odd_names"] == []
+    assert exported["logit_difference"] == 0.0
+    assert exported["dtypes"] == ["torch.bfloat16"]
+    assert exported["config"] == [["LlamaForCausalLM"], "bfloat16", True]

@@ -43,8 +43,10 @@ def test_fp16_skips_overflowing_steps_lowers_the_scale_and_learns(tmp_path):
 )
 def test_offload_changes_nothing_but_memory(tmp_path, key):
     short = ("--max_steps", 6, "--logging_steps", 1, "--predict_with_generate", "false")
-    plain = train(changed_yaml(tmp_path / "plain.yaml"), tmp_path / "plain", *short)
-    offloaded = train(changed_yaml(tmp_path / "offloaded.yaml", **{key: True}), tmp_path / "offloaded", *short)
+    plain = train(changed_yaml(tmp_path / "plain.yaml", mixed_precision="no"), tmp_path / "plain", *short)
+    offloaded = train(
+        changed_yaml(tmp_path / "offloaded.yaml", mixed_precision="no", **{key: True}), tmp_path / "offloaded", *short
+    )
     for row, other in zip(plain, offloaded, strict=True):
         assert other.get("loss") == pytest.approx(row.get("loss"), rel=1e-5)
 
