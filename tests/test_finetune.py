@@ -142,7 +142,7 @@ def test_shuffled_answers_are_not_learnt(tmp_path):
             file.write(json.dumps({"messages": [row["messages"][0], answer]}) + "\n")
     shutil.copy(SAMPLE / "data" / "test.jsonl", data)
     arguments = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
-    arguments += ["--dataset_name", data, "--output_dir", tmp_path / "out", "--eval_steps", 0]
+    arguments += ["--dataset_name", data, "--output_dir", tmp_path / "out", "--eval_steps", 0, "--max_steps", 60]
     successful(accelerate_launch(RECIPE, *arguments))
     assert last_score(tmp_path / "out")[1] < 0.2
 

@@ -46,18 +46,14 @@ def test_accelerate_runs_fsdp2_on_cpu():
 
 
 def test_launcher_flags_override_the_yaml_and_the_report_says_so(tmp_path):
+    shutil.copy(DEFAULT, tmp_path / "mine.yaml")  # a relative path is resolved where the launcher was started
     flags = ("--num_processes", 1, "--mixed_precision", "no", "--fsdp_activation_checkpointing", "false")
-    seen = found(accelerate_launch(WORKER, flags=flags))
+    seen = found(accelerate_launch(WORKER, flags=flags, config="mine.yaml", cwd=tmp_path))
+    assert seen["path"] == str(tmp_path / "mine.yaml")
     assert seen["world_size"] == 1
     assert seen["keys"]["fsdp_activation_checkpointing"] == {"value": False, "origin": "launcher flag"}
     assert seen["keys"]["hook_param_dtype"]["value"] == "fp32"
     assert seen["keys"]["hook_reduce_dtype"] == {"value": "fp32", "origin": "YAML"}
-
-
-def test_relative_path_is_resolved_where_the_launcher_was_started(tmp_path):
-    shutil.copy(DEFAULT, tmp_path / "mine.yaml")
-    seen = found(accelerate_launch(WORKER, config="mine.yaml", cwd=tmp_path))
-    assert seen["path"] == str(tmp_path / "mine.yaml")
 
 
 def test_default_file_of_accelerate_is_found(tmp_path):
