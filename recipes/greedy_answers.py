@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from batches import split_rows
-from hook_wrap import base_model, reshard_all
+from hook_wrap import reshard_all
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ def greedy_answers(
     """
     register_fsdp_forward_method(model, "generate")  # else the root unit's parameters stay sharded
     was_training = model.training
-    ends = {tokenizer.eos_token_id, *as_list(base_model(model).generation_config.eos_token_id)} - {None}
+    ends = {tokenizer.eos_token_id, *as_list(model.generation_config.eos_token_id)} - {None}
     model.eval()
     answers: list[tuple[int, str]] = []
     rank, world_size = accelerator.process_index, accelerator.num_processes

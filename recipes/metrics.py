@@ -19,7 +19,6 @@ class StepMeter:
     """Adds up what happens between two log lines."""
 
     def __init__(self) -> None:
-        self.data_s = 0.0
         self.reset()
 
     def reset(self) -> None:
