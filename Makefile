@@ -16,7 +16,8 @@ finetune: $(VENV)/recipes.done
 		recipes/finetune.py $(ARGS)
 
 test: $(VENV)/tests.done
-	$(BIN)/python -m pytest tests $(ARGS)
+	@# two test files at a time: much of a launch is one process importing libraries
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/tests.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

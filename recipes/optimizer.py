@@ -26,8 +26,8 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW on the shards. Make it after wrapping and before any forward.
 
-    Fused on GPUs, except under fp16's loss scaler: a fused step handles an overflow inside the kernel, and Accelerate
-    would not see that it was skipped.
+    Fused, except under fp16's loss scaler: a fused step handles an overflow inside the kernel, and Accelerate would not
+    see that it was skipped.
 
     Raises:
         ValueError: nothing is trainable.
@@ -35,8 +35,7 @@ def make_optimizer(
     groups = parameter_groups(model, weight_decay)
     if not groups:
         raise ValueError("No parameter is trainable (all are frozen); nothing to optimize.")
-    fused = next(model.parameters()).device.type == "cuda" and not uses_scaler
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=not uses_scaler)
 
 
 def prepare(

@@ -8,7 +8,9 @@ and weights with a replica that knows neither FSDP2 nor recompute: every rank ru
 """
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import gc
 import json
 import sys
@@ -129,11 +131,17 @@ def grid() -> list[Cell]:
 
 def make_model(cell: Cell) -> torch.nn.Module:
     """The same weights on every rank. Attention dropout stays off; LoRA brings its own."""
+    return copy.deepcopy(built_model(cell.tied, cell.dtype if cell.training == "lora" else "fp32", cell.training))
+
+
+@functools.cache
+def built_model(tied: bool, dtype: str, training: str) -> torch.nn.Module:
+    """Each kind is built once: adding adapters takes longer than a step."""
     set_seed(0)
-    model = tiny_llama(tied=cell.tied)
+    model = tiny_llama(tied=tied)
     model.config.use_cache = False
-    model = model.to(torch.bfloat16) if cell.dtype == "bf16" and cell.training == "lora" else model
-    arguments = FinetuneArguments(model_name_or_path="", use_peft=cell.training == "lora", lora_r=4, lora_alpha=8)
+    model = model.to(DTYPES[dtype])
+    arguments = FinetuneArguments(model_name_or_path="", use_peft=training == "lora", lora_r=4, lora_alpha=8)
     arguments.lora_dropout = 0.1
     model = add_adapters(model.train(), arguments)
     for name, parameter in model.named_parameters():
@@ -167,7 +175,7 @@ def replica_run(cell: Cell, world_size: int, rank: int) -> dict:
     decayed = [p for p in names.values() if p.ndim > 1]
     others = [p for p in names.values() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE, fused=True)  # the same rounding
     norm_is_fp32 = dict(cell.extra).get("hook_norm_dtype") == "fp32"
     fp32_names = {f"{n}.weight" for n, m in model.named_modules() if is_norm(m)} if norm_is_fp32 else set()
     out = {"losses": [], "norms": [], "gradients": []}
