@@ -7,9 +7,18 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 from transformers import HfArgumentParser, SchedulerType
+
+IN_THE_YAML = {  # arguments of TrainingArguments whose place here is the Accelerate YAML
+    "bf16": "mixed_precision: bf16",
+    "fp16": "mixed_precision: fp16",
+    "gradient_checkpointing": "fsdp_activation_checkpointing: true",
+    "fsdp": "fsdp_config",
+    "fsdp_config": "fsdp_config",
+}
 
 
 @dataclass
@@ -103,7 +112,12 @@ def parse_arguments(argv: list[str] | None = None, sample_dir: Path | None = Non
 
 
 class QuietParser(HfArgumentParser):
-    """Raises what argparse would print on every rank before exiting."""
+    """Raises what argparse would print on every rank before exiting; --help is printed once."""
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        """Print on rank 0 alone."""
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
     def error(self, message: str) -> None:
         """Raise ValueError with argparse's message."""
@@ -119,8 +133,10 @@ class QuietParser(HfArgumentParser):
 
 
 def closest(word: str, prefix: str = "") -> str:
-    """An unknown argument with the closest known one."""
+    """An unknown argument with the closest known one, or with the YAML's key for it."""
     name = word.split("=")[0].removeprefix(prefix)
+    if name in IN_THE_YAML:
+        return f"{word} (set {IN_THE_YAML[name]} in the Accelerate YAML)"
     close = difflib.get_close_matches(name, [argument.name for argument in fields(FinetuneArguments)], n=1)
     return word + (f" (did you mean {prefix}{close[0]}?)" if close else "")
 

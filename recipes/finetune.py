@@ -34,7 +34,7 @@ from hook_activation_checkpointing import (
 )
 from hook_config import HookConfig, as_plain_dict, notes, read_hook_config
 from hook_wrap import Unit, apply_units, plan_units, reshard_all, set_gradient_sync
-from launch import end, make_accelerator, make_device_mesh, stop_together
+from launch import end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
 from losses import micro_batch_loss, num_label_tokens, token_loss_sum
 from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_row_lengths, load_model, load_tokenizer, saved_dtype
@@ -83,7 +83,8 @@ def main() -> None:
 
     # Model and hooks. The order is fixed: load, adapters, recompute, (compile), wrap, optimizer, prepare.
     set_seed(arguments.seed)  # the same random adapters on every rank
-    with stop_together():
+    mesh = make_device_mesh(accelerator)
+    with stop_together(), one_rank_at_a_time():
         model = load_model(arguments)
         check_row_lengths(model, max(len(row["input_ids"]) for row in train_rows + test_rows))
         export_dtype = saved_dtype(model) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
@@ -92,7 +93,7 @@ def main() -> None:
         units = plan_units(model, hook_config)
         apply_activation_checkpointing(model, recomputed, hook_config, is_cpu)
         policy, norm_policy = mixed_precision_policy(hook_config), norm_precision_policy(hook_config)
-        apply_units(model, units, hook_config, make_device_mesh(accelerator), policy, norm_policy)
+        apply_units(model, units, hook_config, mesh, policy, norm_policy)
         frozen_dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         cast_stored_parameters(model, hook_config, frozen_dtype)
         cast_buffers(model, hook_config)
@@ -271,8 +272,7 @@ def report_wrap(
     accelerator.print("\n".join([*module_tree(model, live), *summary_lines(report)]))
     for warning in [*warnings_for(report, model), *notes(config, accelerator.device.type == "cpu")]:
         accelerator.print(f"note: {warning}")
-    if accelerator.is_main_process:
-        save_report(report, folder)
+    accelerator.on_main_process(save_report)(report, folder)
 
 
 def print_start(

@@ -2,11 +2,15 @@
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
 from datasets.utils import disable_progress_bars
 from datasets.utils import logging as datasets_logging
+from filelock import FileLock
 from hook_config import HookConfig, as_plain_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
@@ -45,6 +50,13 @@ def connect_ranks() -> PartialState:
     return state
 
 
+@functools.cache
+def control_group() -> dist.ProcessGroup:
+    """A gloo group to agree in while ranks do unequal work, such as loading in turn: NCCL would give up in minutes."""
+    connect_ranks()
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
 @contextlib.contextmanager
 def stop_together() -> Iterator[None]:
     """Run a block that may fail on some ranks: a failure on one ends all, each message printed once, exit status 1.
@@ -59,9 +71,9 @@ def stop_together() -> Iterator[None]:
         failure = str(error)
     except Exception:
         failure = traceback.format_exc()
-    connect_ranks()
+    group = control_group()
     failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    dist.all_gather_object(failures, failure, group=group)
     if not any(failures):
         return
     if dist.get_rank() == 0:
@@ -69,8 +81,18 @@ def stop_together() -> Iterator[None]:
             ranks = [rank for rank, other in enumerate(failures) if other == message]
             where = "" if len(ranks) == len(failures) else f"rank {', '.join(map(str, ranks))}: "
             print(f"\nError: {where}{message}\n", file=sys.stderr, flush=True)
-    dist.barrier()  # rank 0 has printed before the launcher sees the first exit and ends the others
+    dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
     sys.exit(1)
+
+
+def one_rank_at_a_time() -> FileLock:
+    """A lock that the ranks of one machine take in turn to load and wrap.
+
+    transformers makes a private copy of weights whose keys it merges (experts) or that are not safetensors; taking
+    turns, a machine holds one such copy beside the shards, not one per rank.
+    """
+    run = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    return FileLock(Path(tempfile.gettempdir(), f"load-{os.getuid()}-{run}.lock".replace(os.sep, "-")))
 
 
 def check_processes(config: HookConfig) -> None:

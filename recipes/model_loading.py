@@ -2,6 +2,8 @@
 
 Every rank opens the safetensors files in the dtype they were saved in: memory-mapped, so all ranks of a machine share
 one copy in the page cache, and wrapping then copies only a rank's own slices (to fp32 masters where they are trained).
+Families whose keys transformers merges (experts) and files that are not safetensors are copied; the scripts load one
+rank at a time, so that a machine holds one such copy.
 """
 
 import os
@@ -27,8 +29,8 @@ def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"--model_name_or_path {name}: needs a fast tokenizer (tokenizer.json) to place the label mask."
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # only fills rows: masks come from lengths
+    if tokenizer.pad_token_id is None:  # it only fills rows: masks come from lengths
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 

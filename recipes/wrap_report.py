@@ -85,8 +85,8 @@ def warnings_for(report: dict[str, Any], model: nn.Module) -> list[str]:
     if num_blocks and len(units) > 2 * num_blocks + 4:
         found.append(f"too many units, communication will be dense: {len(units)} units for {num_blocks} blocks")
     embedding = base_model(model).get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embedding)
-    vocabulary = embedding.weight.shape[0]
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    vocabulary = embedding.weight.shape[0] if name is not None else 0
     is_apart = any(name in unit["modules"] for unit in units)
     if vocabulary >= VOCABULARY_ADVICE and not is_apart:
         found.append(

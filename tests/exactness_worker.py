@@ -58,6 +58,7 @@ from utils import cast_stored_parameters, mixed_precision_policy, norm_precision
 
 LEARNING_RATE, STEPS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 3, 1.0, 0.1
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LOGGED = ("loss", "grad_norm", "loss_scale", "skipped_steps", "learning_rate")
 BLOCK = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 WRAPS = {
     "whole": {"fsdp_auto_wrap_policy": "NO_WRAP"},
@@ -241,7 +242,7 @@ class RecordingLog:
         self.written.append(values)
 
 
-def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator) -> dict:
+def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator, uses_scaler: bool = False) -> dict:
     """The recipe's hooks in the recipe's order, then the recipe's own training loop."""
     config = cell.config(base)
     model = make_model(cell)
@@ -252,9 +253,9 @@ def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator) -> dict:
     apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
     cast_stored_parameters(model, config)
     wrap_report.check_against_plan(wrap_report.read_units(model), units, recomputed_blocks(model), recomputed)
-    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, (0.9, 0.999), 1e-8)
+    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, (0.9, 0.999), 1e-8, uses_scaler)
     check_optimizer(model, optimizer)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1.0 if accelerator.scaler is None else 0.5, STEPS)
     model, prepared = prepare(accelerator, model, optimizer)
     out = {"gradients": []}
 
@@ -271,6 +272,7 @@ def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator) -> dict:
     finetune.train(accelerator, model, prepared, scheduler, steps, [], log, 0, types.SimpleNamespace(**names), config)
     out["losses"] = [values["loss"] for values in log.written]
     out["norms"] = [values["grad_norm"] for values in log.written]
+    out["log"] = log.written
     out["weights"] = {n: local(p) for n, p in model.named_parameters() if p.requires_grad}
     out["stored"] = sorted({str(p.dtype) for p in model.parameters()})
     out["state_dtypes"] = sorted({str(v.dtype) for s in optimizer.state.values() for v in s.values()})
@@ -411,6 +413,31 @@ def overflow_on_one_rank(model: torch.nn.Module, rank: int, world_size: int) -> 
     per_rank = [None] * world_size
     dist.all_gather_object(per_rank, {"changed": changed, "scale": scaler.get_scale()})
     return {"ranks": per_rank}
+
+
+def run_fp16(base: HookConfig, accelerator: Accelerator) -> dict:
+    """The recipe's loop in fp16 under the loss scaler, put by hand where Accelerate puts it on a GPU.
+
+    Two steps overflow. `fused` is the naive way: the fused kernel skips by itself, and Accelerate does not see it.
+    """
+    cell, out = Cell("block", "every", "fp16"), {}
+    own_precision, accelerator.state._mixed_precision = accelerator.state._mixed_precision, "fp16"
+    own_amp, accelerator.native_amp = accelerator.native_amp, True
+    for name, uses_scaler in (("fp16", True), ("fused", False)):
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)  # fp16 ends at 2**16
+        found = sharded_run(cell, base, accelerator, uses_scaler)
+        out[name] = [{key: row[key] for key in LOGGED} for row in found["log"]]
+        out[f"{name}_state_dtypes"] = found["state_dtypes"]
+    accelerator.scaler, accelerator.native_amp, accelerator.state._mixed_precision = None, own_amp, own_precision
+    plain = replica_run(dataclasses.replace(cell, dtype="fp32"), accelerator.num_processes, accelerator.process_index)
+    per_rank = [None] * accelerator.num_processes
+    dist.all_gather_object(per_rank, out)
+    return {
+        **out,
+        "same_on_all_ranks": all(json.dumps(other) == json.dumps(out) for other in per_rank),
+        "fp32_loss": plain["losses"],
+        "fp32_norms": plain["norms"],
+    }
 
 
 def message_of(run: Callable[[], object]) -> str:
@@ -623,6 +650,7 @@ def main() -> None:
         results["cells"][cell.name] = entry
     if not wraps or wraps == ["extras"]:
         results["faults"] = run_faults(base, accelerator)
+        results["fp16"] = run_fp16(base, accelerator)
         results["evaluation"] = run_evaluation(base, accelerator)
         results["collectives"] = count_collectives(base, accelerator)
         results["non_finite"] = run_non_finite(base, accelerator)

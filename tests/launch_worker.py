@@ -5,13 +5,14 @@ With `--fail RANK` that rank raises ValueError in a block of stop_together; with
 
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import torch
 from hook_config import as_plain_dict, read_hook_config
-from launch import connect_ranks, end, make_accelerator, make_device_mesh, stop_together
+from launch import connect_ranks, end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -35,6 +36,10 @@ def main() -> None:
             raise ValueError(f"rank {rank} found a bad row")
         if option("--break") == str(rank):
             raise RuntimeError("an unexpected error")
+    with one_rank_at_a_time():
+        turn = [time.monotonic()]
+        time.sleep(0.2)
+        turn.append(time.monotonic())
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=make_device_mesh(accelerator))
@@ -51,6 +56,7 @@ def main() -> None:
         "path": config.path,
         "norm": norm,
         "gathered": accelerator.gather(torch.tensor([rank])).tolist(),
+        "turns": accelerator.gather(torch.tensor([turn], dtype=torch.float64)).tolist(),
         "keys": as_plain_dict(config),
     }
     accelerator.print("FOUND " + json.dumps(found))

@@ -43,6 +43,23 @@ def test_unknown_argument_names_the_closest_known_one(misspelt: str, closest: st
     assert f"did you mean {closest}?" in message
 
 
+@pytest.mark.parametrize(
+    ("argument", "key"),
+    [("--bf16", "mixed_precision: bf16"), ("--gradient_checkpointing", "fsdp_activation_checkpointing: true")],
+)
+def test_argument_of_the_trainer_that_belongs_in_the_yaml_names_its_key(argument: str, key: str) -> None:
+    assert f"{argument} (set {key} in the Accelerate YAML)" in error_of([*NAMED, argument])
+
+
+def test_help_is_printed_by_one_rank(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stopped:
+            parse_arguments(["--help"])
+        assert stopped.value.code == 0
+    assert capsys.readouterr().out.count("usage:") == 1
+
+
 def test_argument_like_no_other_gets_no_misleading_proposal() -> None:
     message = error_of([*NAMED, "--qqq", "3"])
     assert "--qqq" in message

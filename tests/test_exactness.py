@@ -122,6 +122,24 @@ def test_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale(results):
     assert results["faults"]["overflow on one rank"]["ranks"] == [{"changed": False, "scale": 4.0}] * 2
 
 
+def test_fp16_skips_overflowing_steps_on_all_ranks_and_clips_unscaled_gradients(results):
+    """fp16 rounds to 5e-4: 2e-3 on the loss; the norm's replica has moved by two steps of 1e-3: 1e-2."""
+    found = results["fp16"]
+    assert found["same_on_all_ranks"] and found["fp16_state_dtypes"] == ["torch.float32"]
+    rows = found["fp16"]
+    assert [row["skipped_steps"] for row in rows] == [1, 2, 2]
+    assert [row["loss_scale"] for row in rows] == [2.0**16, 2.0**15, 2.0**15]
+    assert {row["learning_rate"] for row in rows} == {1e-3}  # a skipped step does not advance the schedule
+    assert rows[0]["loss"] == pytest.approx(found["fp32_loss"][0], rel=2e-3)
+    assert rows[2]["grad_norm"] == pytest.approx(found["fp32_norms"][2], rel=1e-2)
+
+
+def test_fused_optimizer_would_hide_skipped_steps_under_fp16(results):
+    first, second, _ = results["fp16"]["fused"]
+    assert first["loss_scale"] == 2.0**16 and first["skipped_steps"] == 0  # skipped, and nobody told
+    assert first["learning_rate"] > second["learning_rate"]
+
+
 def test_evaluation_between_backward_and_step_changes_nothing(results):
     assert results["evaluation"]["same_bits"]
     assert results["evaluation"]["naive_norm_error"] > 1e-2  # without the reshard after it

@@ -194,10 +194,24 @@ def test_recipe_copied_with_the_files_it_names_runs_elsewhere(tmp_path):
     assert alone.stdout.count("--dataset_name is required") == 1
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "one two", "completion": " three"}\n{"prompt": "a b", "completion": " c"}\n' * 3)
-    arguments = ["--model_name_or_path", str(SAMPLE / "model"), "--dataset_name", str(rows), "--max_steps", "2"]
-    command = [sys.executable, "finetune.py", "--accelerate_config", "mine.yaml", *arguments]
-    assert "1 rank(s) on" in successful(run(command, cwd=tmp_path))
-    assert (tmp_path / "outputs" / "finetune" / "model" / "model.safetensors").is_file()
+    theirs = model_with_its_own_code(tmp_path / "theirs")
+    arguments = ["--model_name_or_path", str(theirs), "--dataset_name", str(rows), "--max_steps", "2"]
+    command = [sys.executable, "finetune.py", "--accelerate_config", "mine.yaml", *arguments, "--trust_remote_code"]
+    assert "1 rank(s) on" in successful(run(command, cwd=tmp_path, HF_HOME=str(tmp_path)))
+    exported = tmp_path / "outputs" / "finetune" / "model"
+    assert (exported / "model.safetensors").is_file() and (exported / "modeling_theirs.py").is_file()
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["TheirModel"]
+
+
+def model_with_its_own_code(folder):
+    """The sample's weights in a folder whose model class lies beside them, as on the hub."""
+    shutil.copytree(SAMPLE / "model", folder)
+    lines = ["from transformers import LlamaForCausalLM", "", "class TheirModel(LlamaForCausalLM):", "    pass", ""]
+    (folder / "modeling_theirs.py").write_text("\n".join(lines))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["TheirModel"], "auto_map": {"AutoModelForCausalLM": "modeling_theirs.TheirModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_top_level_holds_only_the_fixed_names():
