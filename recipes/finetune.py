@@ -37,7 +37,7 @@ from hook_wrap import Unit, apply_units, plan_units, reshard_all, set_gradient_s
 from launch import end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
 from losses import micro_batch_loss, num_label_tokens, token_loss_sum
 from metrics import MetricsLog, StepMeter, format_line, memory
-from model_loading import add_adapters, check_row_lengths, load_model, load_tokenizer, saved_dtype
+from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
 from optimizer import make_optimizer, offload_state_between_steps, prepare
 from torch import nn
@@ -86,7 +86,7 @@ def main() -> None:
     mesh = make_device_mesh(accelerator)
     with stop_together(), one_rank_at_a_time():
         model = load_model(arguments)
-        check_row_lengths(model, max(len(row["input_ids"]) for row in train_rows + test_rows))
+        check_rows(model, train_rows + test_rows)
         export_dtype = saved_dtype(model) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         model = add_adapters(model, arguments)
         recomputed = plan_activation_checkpointing(model, hook_config)

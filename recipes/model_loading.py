@@ -84,8 +84,10 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
     return adapted
 
 
-def check_row_lengths(model: nn.Module, longest: int) -> None:
-    """Raise ValueError if rows are longer than a learned position table (a rotary model may go beyond its length)."""
+def check_rows(model: nn.Module, rows: list[dict[str, list[int]]]) -> None:
+    """Raise ValueError for a token that the embedding does not have, or rows longer than a learned position table (a
+    rotary model may go beyond its length)."""
+    longest, largest = max(len(row["input_ids"]) for row in rows), max(max(row["input_ids"]) for row in rows)
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -93,6 +95,11 @@ def check_row_lengths(model: nn.Module, longest: int) -> None:
     if is_learned and longest > limit:
         raise ValueError(
             f"the longest row has {longest} tokens, but this model has {limit} positions: --max_length {limit}"
+        )
+    if largest >= vocabulary:
+        raise ValueError(
+            f"the tokenizer made token {largest}, but the model's embedding has {vocabulary} rows: the tokenizer in "
+            "--model_name_or_path does not belong to these weights."
         )
 
 
