@@ -38,5 +38,12 @@ def micro_batch_loss(
     auxiliary = getattr(outputs, "aux_loss", None)
     total = loss_sum
     if auxiliary is not None:
-        total = loss_sum + model.config.router_aux_loss_coef * auxiliary * num_label_tokens(batch["labels"])
+        total = loss_sum + auxiliary_weight(model) * auxiliary * num_label_tokens(batch["labels"])
     return total * (world_size / step_label_tokens), loss_sum.detach()
+
+
+def auxiliary_weight(model: nn.Module) -> float:
+    """The weight of the mixture-of-experts balancing loss in this model's config; 0 for a model without one."""
+    config = model.config.get_text_config()
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), 0.0)

@@ -7,12 +7,13 @@ rank at a time, so that a machine holds one such copy.
 """
 
 import os
+import warnings
 
 import torch
 from arguments import FinetuneArguments
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
@@ -59,6 +60,17 @@ def load_model(arguments: FinetuneArguments) -> nn.Module:
     return model.train()
 
 
+def check_not_quantized(config: PreTrainedConfig) -> None:
+    """Raise ValueError for a checkpoint saved in 8 or 4 bits: FSDP2 cannot shard and train packed integers."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(
+            f"the weights are quantized ({method}), and packed integers cannot be sharded, reduced and trained here. "
+            "Use the unquantized checkpoint; with --use_peft its frozen weights stay bf16, sharded."
+        )
+
+
 def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
     """Freeze the model and add LoRA adapters if --use_peft, made in fp32 from the current random state.
 
@@ -76,7 +88,9 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted = get_peft_model(model, config, revision=arguments.model_revision).train()
+        with warnings.catch_warnings():  # peft 0.21 reads a name that transformers deprecates
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            adapted = get_peft_model(model, config, revision=arguments.model_revision).train()
     except ValueError as error:
         raise ValueError(f"--lora_target_modules {' '.join(targets)}: {error}") from error
     if os.path.isdir(arguments.model_name_or_path):  # the adapter must find its base from anywhere

@@ -1,0 +1,209 @@
+"""What sharded training must equal: one process, whole weights, no FSDP2, no recompute; and the comparison.
+
+The reference runs the micro-batches of all ranks one after another, each with its rank's own random state, sums their
+gradients in the order in which ranks and micro-batches are reduced, clips and steps. Letters: B rows, T tokens.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+SEED = 7
+Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels: (B, T)
+
+
+@dataclass
+class Run:
+    """What one run of a few optimizer steps did; tensors are whole in a reference, this rank's rows in a sharded run."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # before clipping
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # after clipping
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of each module, in the first forward
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a run computes: the compute and reduction dtypes, and the parameters that compute in fp32 all the same."""
+
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    fp32_modules: frozenset[str] = frozenset()
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+
+
+def reference_run(
+    model: nn.Module,
+    steps: list[list[list[Batch]]],
+    arithmetic: Arithmetic,
+    auxiliary_weight: float = 0.0,
+    rank: int = 0,
+) -> Run:
+    """Train a plain model; `steps` holds, per optimizer step, the micro-batches of each rank.
+
+    `rank` is the one whose first forward is recorded module by module.
+    """
+    run = Run()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for p in trained.values() if p.ndim > 1]
+    others = [p for p in trained.values() if p.ndim < 2]
+    groups = [(decayed, arithmetic.weight_decay), (others, 0.0)]
+    groups = [{"params": held, "weight_decay": decay} for held, decay in groups if held]
+    optimizer = torch.optim.AdamW(groups, lr=arithmetic.learning_rate, fused=True)
+    random_states = [rank_state(r) for r in range(len(steps[0]))]
+    for per_rank in steps:
+        count = sum((batch["labels"][:, 1:] != -100).sum() for micro_batches in per_rank for batch in micro_batches)
+        summed = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
+        loss_sum = torch.zeros(())
+        for i in range(len(per_rank[0])):
+            reduced = None
+            for r, micro_batches in enumerate(per_rank):
+                torch.set_rng_state(random_states[r])
+                records = not run.outputs and r == rank
+                with recorded_outputs(model, run.outputs) if records else contextlib.nullcontext():
+                    loss, token_loss = reference_loss(model, micro_batches[i], arithmetic, auxiliary_weight)
+                gradients = torch.autograd.grad(loss * len(per_rank) / count, trained.values(), allow_unused=True)
+                random_states[r] = torch.get_rng_state()
+                loss_sum += token_loss
+                gradients = [None if g is None else g.to(arithmetic.reduce_dtype) for g in gradients]
+                reduced = gradients if reduced is None else [add(a, b) for a, b in zip(reduced, gradients)]
+            for name, gradient in zip(trained, reduced):
+                summed[name] += 0.0 if gradient is None else (gradient / len(per_rank)).float()
+        for name, parameter in trained.items():
+            parameter.grad = summed[name].to(parameter.dtype)
+        run.norms.append(nn.utils.clip_grad_norm_(trained.values(), arithmetic.max_grad_norm).item())
+        run.losses.append((loss_sum / count).item())
+        run.gradients.append({name: p.grad.clone() for name, p in trained.items()})
+        optimizer.step()
+    run.weights = {name: p.detach().clone() for name, p in trained.items()}
+    return run
+
+
+def rank_state(rank: int) -> torch.Tensor:
+    """The random state that a rank starts a run with."""
+    return torch.Generator().manual_seed(SEED + rank).get_state()
+
+
+def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum, in which a missing gradient is zero."""
+    return b if a is None else a if b is None else a + b
+
+
+def reference_loss(
+    model: nn.Module, batch: Batch, arithmetic: Arithmetic, auxiliary_weight: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward with weights cast to the compute dtype: (summed loss with balancing term, summed token loss)."""
+    dtype, kept = arithmetic.param_dtype, arithmetic.fp32_modules
+    weights = {
+        name: p if name.rpartition(".")[0] in kept or not p.is_floating_point() else p.to(dtype)
+        for name, p in model.named_parameters()
+    }
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with modules_in_fp32(model, kept, dtype):
+        outputs = functional_call(model, weights, (), inputs)
+    token_loss = F.cross_entropy(
+        outputs.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+    )
+    auxiliary = getattr(outputs, "aux_loss", None)
+    loss = token_loss
+    if auxiliary is not None and auxiliary_weight:
+        loss = token_loss + auxiliary_weight * auxiliary * (batch["labels"][:, 1:] != -100).sum()
+    return loss, token_loss.detach()
+
+
+@contextlib.contextmanager
+def modules_in_fp32(model: nn.Module, names: frozenset[str], dtype: torch.dtype) -> Iterator[None]:
+    """Make these modules take fp32 in and hand the compute dtype out, as the norm unit does."""
+    handles = []
+    for name, module in model.named_modules():
+        if name in names:
+            handles.append(module.register_forward_pre_hook(lambda m, args: tuple(a.float() for a in args)))
+            handles.append(module.register_forward_hook(lambda m, args, output: output.to(dtype)))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def recorded_outputs(model: nn.Module, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Keep what each module returns first, by its name."""
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if isinstance(first, torch.Tensor) and name not in outputs:
+                outputs[name] = first.detach().clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's rows of a tensor, sharded or whole (FSDP2 cuts dimension 0 into equal chunks)."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach().clone()
+    if tensor.ndim == 0:
+        return tensor.detach().clone()
+    chunks = torch.chunk(tensor.detach(), dist.get_world_size())
+    return chunks[dist.get_rank()].clone() if dist.get_rank() < len(chunks) else tensor.detach()[:0]
+
+
+def gradient_errors(found: Run, expected: Run) -> list[dict[str, float]]:
+    """Per step and tensor: |f - e| / max(|e|, 1e-4 x global norm), over all ranks.
+
+    The floor keeps a tensor that is zero in exact arithmetic (key biases) from counting as wrong for its rounding. A
+    gradient that one side lacks counts as zero there. Every rank must call it.
+    """
+    squares = []
+    for f, e in zip(found.gradients, expected.gradients, strict=True):
+        for name, value in e.items():
+            value = local(value).double()
+            other = torch.zeros_like(value) if f.get(name) is None else f[name].double()
+            squares.append(torch.stack([(other - value).square().sum(), value.square().sum()]))
+    squares = torch.stack(squares)
+    dist.all_reduce(squares)
+    errors, norms = squares.view(len(expected.gradients), -1, 2).sqrt().unbind(-1)
+    floors = 1e-4 * norms.norm(dim=1, keepdim=True)
+    relative = (errors / torch.maximum(norms, floors)).tolist()
+    return [dict(zip(expected.gradients[0], step)) for step in relative]
+
+
+def weight_errors(found: Run, expected: Run) -> dict[str, float]:
+    """Per tensor: the largest absolute difference after the last step, over all ranks. Every rank must call it."""
+    differences = [
+        (found.weights[name] - local(value)).abs().max().float() if local(value).numel() else torch.zeros(())
+        for name, value in expected.weights.items()
+    ]
+    largest = torch.stack(differences)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return dict(zip(expected.weights, largest.tolist()))
+
+
+def relative_error(found: float, expected: float) -> float:
+    """|f - e| / |e|."""
+    return abs(found - expected) / max(abs(expected), 1e-30)
+
+
+def first_different_module(found: Run, expected: Run, tolerance: float) -> str | None:
+    """Name of the first module in order of execution whose output differs in the first forward, None if none does."""
+    for name, value in expected.outputs.items():
+        other = found.outputs.get(name)
+        if other is None or other.shape != value.shape or not value.is_floating_point():
+            continue
+        if (other.double() - value.double()).norm() > tolerance * max(value.double().norm().item(), 1e-30):
+            return name
+    return None

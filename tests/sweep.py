@@ -1,0 +1,114 @@
+"""Verify every causal language model that transformers registers under the three YAMLs, in one process pair.
+
+    make sweep                              all of them; goes on where it stopped
+    .venv/bin/python tests/sweep.py llama   these, again
+
+Results go to outputs/sweep.jsonl, a line per architecture, and from there into tests/architectures.md.
+"""
+
+import gc
+import json
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import torch
+from hook_config import read_hook_config
+from launch import end, make_accelerator
+from tqdm import tqdm
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from verify import exact_config, run_on_cpu_ranks, verify
+
+RESULTS, TABLE = ROOT / "outputs" / "sweep.jsonl", ROOT / "tests" / "architectures.md"
+SCENARIOS = ("default", "performance", "mem_limit")
+TIME_LIMIT_S = 240  # for one architecture under all YAMLs
+
+
+class TimeIsUp(Exception):
+    """An architecture took longer than its limit."""
+
+
+def main() -> None:
+    names = sys.argv[1:] or [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in read_results()]
+    RESULTS.parent.mkdir(exist_ok=True)
+    while names:
+        run_on_cpu_ranks(sweep, names, 2)
+        done = read_results()
+        if names[0] not in done and len(names) == len([name for name in names if name not in done]):
+            append({"name": names[0], "error": "the processes ended without a result"})
+        names = [name for name in names if name not in read_results()] if not sys.argv[1:] else []
+    write_table(read_results())
+
+
+def read_results() -> dict[str, dict]:
+    """Name -> its newest result."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {result["name"]: result for result in map(json.loads, lines)}
+
+
+def append(result: dict) -> None:
+    """Add one line."""
+    with open(RESULTS, "a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def sweep(names: list[str]) -> None:
+    """One rank: every architecture in turn."""
+    warnings.filterwarnings("ignore")
+    gc.freeze()  # the imported libraries are never garbage
+    configs = {name: read_hook_config(str(ROOT / "accelerate_configs" / f"{name}.yaml")) for name in SCENARIOS}
+    accelerator = make_accelerator(exact_config(configs["default"]), 1.0)
+    for name in tqdm(names, disable=not accelerator.is_main_process, dynamic_ncols=True):
+        result = check_one(name, configs, accelerator)
+        if accelerator.is_main_process:
+            append(result)
+        gc.collect()
+    end(accelerator)
+
+
+def check_one(name: str, configs: dict, accelerator: object) -> dict:
+    """All checks of one architecture; an exception outside of them is its result."""
+    result: dict = {"name": name, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], "scenarios": {}}
+    started = time.monotonic()
+
+    def stop(*_: object) -> None:
+        raise TimeIsUp(f"longer than {TIME_LIMIT_S} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TIME_LIMIT_S)
+    try:
+        references: dict = {}
+        model_config = CONFIG_MAPPING[name]()
+        for scenario, config in configs.items():
+            checks = []
+            for check in verify(model_config, config, accelerator, references=references):
+                checks.append(vars(check))
+            result["scenarios"][scenario] = checks
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"[:600]
+        result["traceback"] = traceback.format_exc().splitlines()[-8:]
+    finally:
+        signal.alarm(0)
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result
+
+
+def is_passed(result: dict) -> bool:
+    """Every check of every scenario."""
+    scenarios = result.get("scenarios", {})
+    return len(scenarios) == len(SCENARIOS) and all(c["is_passed"] for checks in scenarios.values() for c in checks)
+
+
+def write_table(results: dict[str, dict]) -> None:
+    """The results for a reader."""
+
+
+if __name__ == "__main__":
+    main()
