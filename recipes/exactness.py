@@ -21,7 +21,7 @@ Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels: (B, T)
 
 @dataclass
 class Run:
-    """What one run of a few optimizer steps did; tensors are whole in a reference, this rank's rows in a sharded run."""
+    """What a run of a few optimizer steps did; tensors are whole in a reference, this rank's rows in a sharded run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # before clipping
@@ -38,6 +38,7 @@ class Arithmetic:
     reduce_dtype: torch.dtype = torch.float32
     fp32_modules: frozenset[str] = frozenset()
     learning_rate: float = 1e-3
+    adam_epsilon: float = 1e-4  # with 1e-8, elements whose gradient is rounding noise would step by its sign
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
 
@@ -59,11 +60,11 @@ def reference_run(
     others = [p for p in trained.values() if p.ndim < 2]
     groups = [(decayed, arithmetic.weight_decay), (others, 0.0)]
     groups = [{"params": held, "weight_decay": decay} for held, decay in groups if held]
-    optimizer = torch.optim.AdamW(groups, lr=arithmetic.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=arithmetic.learning_rate, eps=arithmetic.adam_epsilon, fused=True)
     random_states = [rank_state(r) for r in range(len(steps[0]))]
     for per_rank in steps:
         count = sum((batch["labels"][:, 1:] != -100).sum() for micro_batches in per_rank for batch in micro_batches)
-        summed = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
+        summed: dict[str, torch.Tensor | None] = dict.fromkeys(trained)
         loss_sum = torch.zeros(())
         for i in range(len(per_rank[0])):
             reduced = None
@@ -78,12 +79,13 @@ def reference_run(
                 gradients = [None if g is None else g.to(arithmetic.reduce_dtype) for g in gradients]
                 reduced = gradients if reduced is None else [add(a, b) for a, b in zip(reduced, gradients)]
             for name, gradient in zip(trained, reduced):
-                summed[name] += 0.0 if gradient is None else (gradient / len(per_rank)).float()
+                mean = None if gradient is None else (gradient / len(per_rank)).float()
+                summed[name] = add(summed[name], mean)
         for name, parameter in trained.items():
-            parameter.grad = summed[name].to(parameter.dtype)
+            parameter.grad = summed[name]  # None for a tensor that the forward does not use: it must not decay either
         run.norms.append(nn.utils.clip_grad_norm_(trained.values(), arithmetic.max_grad_norm).item())
         run.losses.append((loss_sum / count).item())
-        run.gradients.append({name: p.grad.clone() for name, p in trained.items()})
+        run.gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()})
         optimizer.step()
     run.weights = {name: p.detach().clone() for name, p in trained.items()}
     return run

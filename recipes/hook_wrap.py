@@ -26,7 +26,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules gathered together. `kind` is block, embeddings, tail, norms, size, user or root (for the report)."""
+    """Modules gathered together. `kind` is block, embeddings, tail, norms, shared, size or user."""
 
     modules: tuple[str, ...]
     reshard_after_forward: bool | None  # None: FSDP2's rule for the root, which is never resharded after forward
@@ -52,9 +52,7 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
         if config.hook_wrap_embeddings:
             units += embedding_units(model, reshard, has_norm_unit=config.hook_norm_dtype is not None)
     elif config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
-        in_norm_unit = {
-            id(p) for unit in units for name in unit.modules for p in model.get_submodule(name).parameters()
-        }
+        in_norm_unit = {p for unit in units for name in unit.modules for p in model.get_submodule(name).parameters()}
         sized = size_units(model, config.fsdp_min_num_params, reshard, in_norm_unit)
         if not sized:
             raise ValueError(
@@ -62,8 +60,38 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
                 f"{num_parameters(model):,} parameters) is that large. Lower it, or set fsdp_auto_wrap_policy: NO_WRAP."
             )
         units += sized
+    units = shared_units(model, units) + units
     check_plan(model, units)
     return units
+
+
+def shared_units(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    """One unit for each set of modules inside different units that share their parameters (blocks of Zamba).
+
+    FSDP2 refuses a parameter that two units share. Such a unit stays gathered from its first use to its last.
+    """
+    unit_of = {name: index for index, unit in enumerate(units) for name in unit.modules}
+    crossing, found = set(), []
+    for parameter, owners in parameter_owners(model).items():
+        holders = {innermost(name, unit_of) for name in owners}
+        if len(holders) > 1 and all(owner not in unit_of for owner in owners):
+            crossing.add(parameter)
+            found.append(owners)
+
+    def topmost(name: str) -> str:  # the largest module around `name` that holds nothing but shared parameters
+        parent = name.rpartition(".")[0]
+        is_shared = parent and all(p in crossing for p in model.get_submodule(parent).parameters())
+        return topmost(parent) if is_shared else name
+
+    groups = dict.fromkeys(tuple(sorted({topmost(name) for name in owners})) for owners in found)
+    return [Unit(names, False, "shared") for names in groups]
+
+
+def innermost(name: str, unit_of: dict[str, int]) -> int:
+    """Index of the innermost unit around a module, -1 for the root."""
+    while name and name not in unit_of:
+        name = name.rpartition(".")[0]
+    return unit_of.get(name, -1)
 
 
 def block_units(model: nn.Module, config: HookConfig) -> list[Unit]:
@@ -79,7 +107,8 @@ def block_units(model: nn.Module, config: HookConfig) -> list[Unit]:
 def embedding_units(model: nn.Module, reshard: bool, has_norm_unit: bool) -> list[Unit]:
     """Input embedding apart, [final norm, lm_head] apart and not resharded (backward needs them at once).
 
-    Tied: both ends in one unit, since FSDP2 refuses a parameter that two units share.
+    Tied: both ends in one unit, since FSDP2 refuses a parameter that two units share. A head whose bias its parent
+    holds as well (BERT) is taken with that parent.
     """
     base = base_model(model)
     names = {module: name for name, module in model.named_modules()}
@@ -87,17 +116,24 @@ def embedding_units(model: nn.Module, reshard: bool, has_norm_unit: bool) -> lis
     if embedding is None or head is None:
         raise ValueError("hook_wrap_embeddings: true, but this model has no input embedding or no lm_head; set false.")
     norm = None if has_norm_unit else final_norm(model)
-    tail = [names[module] for module in (norm, head) if module is not None]
-    shared = {id(parameter) for parameter in embedding.parameters()} & {id(p) for p in head.parameters()}
+    owners, head_name = parameter_owners(model), names[head]
+    held_by = {owner for p in head.parameters() for owner in owners[p]} - {names[embedding]}
+    while head_name and any(not f"{owner}.".startswith(f"{head_name}.") for owner in held_by):
+        head_name = head_name.rpartition(".")[0]
+    tail = [names[norm]] if norm is not None else []
+    tail.append(head_name)
+    shared = set(embedding.parameters()) & set(head.parameters())
     if shared:
         return [Unit((names[embedding], *tail), False, "embeddings")]
     return [Unit((names[embedding],), reshard, "embeddings"), Unit(tuple(tail), False, "tail")]
 
 
-def size_units(model: nn.Module, min_num_params: int, reshard: bool, taken: set[int] | None = None) -> list[Unit]:
+def size_units(
+    model: nn.Module, min_num_params: int, reshard: bool, taken: set[nn.Parameter] | None = None
+) -> list[Unit]:
     """Bottom-up: a module becomes a unit once its parameters outside inner units reach the threshold.
 
-    `taken` holds the ids of parameters that other units have. Passed over: containers (they have no forward), single
+    `taken` holds the parameters that other units have. Passed over: containers (they have no forward), single
     Linears (never a unit per Linear), modules that hold only one end of a tied parameter, and a module that holds all
     parameters (that is the root).
     """
@@ -112,12 +148,12 @@ def size_units(model: nn.Module, min_num_params: int, reshard: bool, taken: set[
         is_whole = num_parameters(module) == total
         if is_whole or isinstance(module, CONTAINERS) or (is_leaf and module not in ends):
             continue
-        rest = [p for p in module.parameters() if id(p) not in taken]
+        rest = [p for p in module.parameters() if p not in taken]
         inside = {name, *(f"{name}.{child}" for child, _ in module.named_modules() if child)}
-        holds_all_ends = all(owners[id(p)] <= inside for p in rest)
+        holds_all_ends = all(owners[p] <= inside for p in rest)
         if holds_all_ends and sum(p.numel() for p in rest) >= min_num_params:
             units.append(Unit((name,), reshard, "size"))
-            taken |= {id(p) for p in rest}
+            taken |= set(rest)
     return units
 
 
@@ -161,14 +197,9 @@ def check_plan(model: nn.Module, units: list[Unit]) -> None:
             if any(name.startswith(other + ".") for other in unit.modules):
                 problems.append(f"unit {index}: {name} lies inside another module of the same unit")
 
-    def unit_holding(name: str) -> int:  # the innermost planned module around `name`; -1 is the root
-        while name and name not in unit_of:
-            name = name.rpartition(".")[0]
-        return unit_of.get(name, -1)
-
     filled = set()
     for owners in parameter_owners(model).values():
-        holders = {unit_holding(name) for name in owners}
+        holders = {innermost(name, unit_of) for name in owners}
         filled |= holders
         if len(holders) > 1:
             problems.append(f"a tied parameter of {' and '.join(sorted(owners))} would lie in two units")

@@ -92,10 +92,10 @@ def final_norm(model: nn.Module) -> nn.Module | None:
     return norms[-1] if norms else None
 
 
-def parameter_owners(model: nn.Module) -> dict[int, set[str]]:
-    """id of a parameter -> names of the modules that hold it (several for tied weights)."""
-    owners: dict[int, set[str]] = {}
+def parameter_owners(model: nn.Module) -> dict[nn.Parameter, set[str]]:
+    """Parameter -> names of the modules that hold it (several for tied weights)."""
+    owners: dict[nn.Parameter, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(name)
+            owners.setdefault(parameter, set()).add(name)
     return owners

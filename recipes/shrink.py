@@ -58,7 +58,8 @@ def shrink_config(config: PreTrainedConfig, dropout: float = 0.0) -> PreTrainedC
     """Return a changed deep copy of `config` that describes a tiny model with the same rules.
 
     Layers are chosen so that every kind of layer the config has occurs at least twice. Every dropout the config has
-    becomes `dropout`; what skips whole layers or shakes routers is off, and so is the cache. Token ids from 67 to 95 are special in no default config of the library.
+    becomes `dropout`; what skips whole layers or shakes routers is off, and so is the cache. Token ids from 67 to 95
+    are special in no default config of the library.
     """
     tiny = copy.deepcopy(config)
     parts = [tiny, *sub_configs(tiny)]

@@ -18,8 +18,11 @@ def mixed_precision_policy(config: HookConfig) -> MixedPrecisionPolicy:
     """Return FSDP2's dtypes for a unit.
 
     `output_dtype` stays None: Accelerate's default casts the root's output and so rounds a returned loss to bf16.
+    Inputs are not cast: hidden states have the weights' dtype by themselves, and FSDP2's default would round what a
+    model hands to its blocks in fp32 on purpose (a residual stream, attention scales, position biases).
     """
-    return MixedPrecisionPolicy(DTYPES[config.hook_param_dtype], DTYPES[config.hook_reduce_dtype])
+    compute, reduce = DTYPES[config.hook_param_dtype], DTYPES[config.hook_reduce_dtype]
+    return MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
 
 
 def norm_precision_policy(config: HookConfig) -> MixedPrecisionPolicy:

@@ -7,37 +7,39 @@ Only the model's config is read. A tiny model of the same architecture is traine
 the recipe's hooks and loop, and compared with one process that holds it whole, in fp32: loss, every gradient, the
 norm, the weights. Prints a table; exits 1 if a check fails, naming the module that is first to differ.
 
-To copy it: finetune.py with the files it names, exactness.py, shrink.py, shrink_layers.py and a YAML.
+To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
+shrink.py, shrink_layers.py and a YAML.
 """
 
 import dataclasses
 import json
 import os
-import socket
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import finetune
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
-from exactness import (
-    SEED,
-    Arithmetic,
-    Batch,
-    Run,
-    first_different_module,
-    gradient_errors,
-    local,
-    recorded_outputs,
-    reference_run,
-    relative_error,
-    weight_errors,
+from architecture import own_loss, packed_isolation
+from cpu_ranks import run_on_cpu_ranks
+from exact_checks import (
+    CASES,
+    DROPOUT,
+    LORA_CASES,
+    STEPS,
+    Case,
+    Check,
+    batches_of,
+    compare,
+    gradient_check,
+    same_bits_check,
+    table,
 )
+from exactness import SEED, Run, local, recorded_outputs, reference_run
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
@@ -55,14 +57,6 @@ from torch import nn
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig
 from utils import DTYPES, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
 from wrap_report import check_against_plan, read_units
-
-STEPS, ROWS, LENGTH = 3, 2, 16  # LENGTH beyond the tiny model's sliding windows
-DROPOUT = 0.1
-DEFERRED_TOLERANCE = 5e-6  # one reduction of a window: the additions are grouped otherwise
-TOLERANCE = 1e-6  # fp32 rounding of another order of additions
-LATER_STEPS = 5  # AdamW's first updates have the sign of the gradient and amplify rounding
-WEIGHT_TOLERANCE = 5e-5
-PACKED_TOLERANCE = 1e-5
 
 
 @dataclass
@@ -84,73 +78,14 @@ class VerifyArguments:
     json: bool = field(default=False, metadata={"help": "Print one JSON object and nothing else."})
 
 
-@dataclass
-class Check:
-    """One line of the table. `errors` are relative (weights: absolute), in the order of COLUMNS."""
-
-    name: str
-    is_passed: bool
-    errors: dict[str, float] = field(default_factory=dict)
-    tolerance: float | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One sharded run: what it changes in the YAML and in the model."""
-
-    name: str
-    recompute: bool = False
-    dropout: float = 0.0
-    accumulation: int = 1
-    is_policy: bool = False  # the YAML's dtypes; else fp32
-    use_peft: bool = False
-
-
-COLUMNS = ("loss", "gradient", "norm", "weights")
-CASES = (
-    Case("fp32"),
-    Case("fp32, recompute", recompute=True),
-    Case("dropout, no recompute", dropout=DROPOUT),
-    Case("dropout, recompute", recompute=True, dropout=DROPOUT),
-    Case("accumulation 3", recompute=True, accumulation=3),
-    Case("the YAML's dtypes", recompute=True, is_policy=True),
-)
-LORA_CASES = (
-    Case("LoRA with dropout", recompute=True, accumulation=3, use_peft=True),
-    Case("LoRA, the YAML's dtypes", recompute=True, is_policy=True, use_peft=True),
-)
-
-
 def main() -> None:
     (arguments,) = HfArgumentParser(VerifyArguments).parse_args_into_dataclasses()
     sys.exit(run_on_cpu_ranks(prove, arguments, arguments.num_processes))
 
 
-def run_on_cpu_ranks(function: Callable[[Any], None], argument: Any, num_processes: int) -> int:
-    """Call a function in processes that form one distributed run over gloo; returns the exit status of the first."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    arguments = (function, argument, num_processes, port)
-    try:
-        torch.multiprocessing.start_processes(run_rank, arguments, num_processes, start_method="fork")
-    except torch.multiprocessing.ProcessExitedException as stopped:  # a rank that stopped has said why
-        return abs(stopped.exit_code)
-    return 0
-
-
-def run_rank(rank: int, function: Callable[[Any], None], argument: Any, num_processes: int, port: int) -> None:
-    """Be one rank: the environment that a launcher would set, one thread, then the function."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-    os.environ |= {name: str(value) for name, value in ranks.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    function(argument)
-
-
 def prove(arguments: VerifyArguments) -> None:
     """One rank of the command: all checks, the table, the exit status."""
+    warnings.filterwarnings("ignore")  # the table is all that is printed
     with stop_together():
         config = read_hook_config(arguments.accelerate_config)
         model_config = load_model_config(arguments)
@@ -215,22 +150,25 @@ def verify(
     for case in cases:
         try:
             run_config = config_of(case, config)
-            runs[case] = sharded_run(build(case), run_config, accelerator, case.accumulation)
+            runs[case] = sharded_run(build(case), run_config, accelerator, case)
             key = reference_key(case, run_config)
             if key not in references:
-                references[key] = reference_of(build(case), run_config, accelerator, case.accumulation)
+                references[key] = reference_of(build(case), run_config, accelerator, case)
         except Exception as error:  # a model that cannot run is a finding, and the other checks go on
             accelerator.free_memory()
             place = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
             yield Check(case.name, False, detail=detail)
             continue
-        yield compare(case, runs[case], references[key], run_config)
+        yield compare(
+            case, runs[case], references[key], run_config.hook_param_dtype, not config.hook_reduce_every_micro_batch
+        )
     yield from same_bits_check(runs)
     yield from unit_check(build(CASES[0]), config)
     if CASES[0] in runs:
         yield from gradient_check(references[reference_key(CASES[0], config_of(CASES[0], config))])
-    yield from model_checks(build(CASES[0]))
+    yield Check("packed documents", True, detail=packed_isolation(build(CASES[0])))
+    yield Check("the model's own loss", True, detail=own_loss(build(CASES[0])))
 
 
 def reference_key(case: Case, config: HookConfig) -> tuple:
@@ -252,25 +190,6 @@ def config_of(case: Case, config: HookConfig) -> HookConfig:
     return dataclasses.replace(config, **changes)
 
 
-def batches_of(rank: int, accumulation: int) -> list[list[Batch]]:
-    """A rank's micro-batches of each step, uneven on purpose: padded rows, few labels here and many there."""
-    steps = []
-    for step in range(STEPS):
-        micro_batches = []
-        for micro in range(accumulation):
-            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-            ids = torch.randint(67, 96, (ROWS, LENGTH), generator=generator)  # special in no tiny model
-            labels, mask = ids.clone(), torch.ones_like(ids)
-            labels[0, : 9 if rank == 0 else 3] = -100
-            mask[1, 11:] = 0
-            labels[1, 11:] = -100
-            if rank > 0 and micro > 0:
-                labels[:] = -100
-            micro_batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
-        steps.append(micro_batches)
-    return steps
-
-
 class RecordingLog:
     """Stands where the recipe's MetricsLog stands, and keeps what is written."""
 
@@ -286,7 +205,7 @@ class RecordingLog:
         self.written.append(values)
 
 
-def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, accumulation: int) -> Run:
+def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case) -> Run:
     """The recipe's hooks in the recipe's order, then the recipe's own training loop."""
     recomputed = plan_activation_checkpointing(model, config)
     units = plan_units(model, config)
@@ -295,8 +214,9 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
     cast_stored_parameters(model, config)
     check_against_plan(read_units(model), units, recomputed_blocks(model), recomputed)
-    arithmetic, run = Arithmetic(), Run()
-    optimizer = make_optimizer(model, arithmetic.learning_rate, arithmetic.weight_decay, (0.9, 0.999), 1e-8)
+    arithmetic, run = case.arithmetic, Run()
+    rate, decay, epsilon = arithmetic.learning_rate, arithmetic.weight_decay, arithmetic.adam_epsilon
+    optimizer = make_optimizer(model, rate, decay, (0.9, 0.999), epsilon)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     model, prepared = prepare(accelerator, model, optimizer)
 
@@ -306,7 +226,9 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
 
     optimizer.register_step_pre_hook(record_gradients)
     rank = accelerator.process_index
-    steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches_of(rank, accumulation)])
+    steps = iter(
+        [(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches_of(rank, case.accumulation)]
+    )
     names = {"max_grad_norm": arithmetic.max_grad_norm, "logging_steps": 1, "eval_steps": 0, "save_steps": 0}
     log = RecordingLog()
     torch.manual_seed(SEED + rank)
@@ -321,52 +243,17 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     return run
 
 
-def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator, accumulation: int) -> Run:
+def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case) -> Run:
     """One process that holds the whole model and runs the rows of all ranks."""
-    per_rank = [batches_of(rank, accumulation) for rank in range(accelerator.num_processes)]
+    per_rank = [batches_of(rank, case.accumulation) for rank in range(accelerator.num_processes)]
     steps = [list(micro_batches) for micro_batches in zip(*per_rank)]
     norms = [name for name, module in model.named_modules() if is_norm(module)] if config.hook_norm_dtype else []
-    arithmetic = Arithmetic(DTYPES[config.hook_param_dtype], DTYPES[config.hook_reduce_dtype], frozenset(norms))
+    dtypes = {"param_dtype": DTYPES[config.hook_param_dtype], "reduce_dtype": DTYPES[config.hook_reduce_dtype]}
+    arithmetic = dataclasses.replace(case.arithmetic, **dtypes, fp32_modules=frozenset(norms))
     if any(not p.requires_grad for p in model.parameters()):  # a frozen base is stored in the dtype it computes in
         for parameter in model.parameters():
             parameter.data = parameter.data if parameter.requires_grad else parameter.data.to(arithmetic.param_dtype)
     return reference_run(model, steps, arithmetic, auxiliary_weight(model), accelerator.process_index)
-
-
-def compare(case: Case, found: Run, expected: Run, config: HookConfig) -> Check:
-    """Hold a sharded run against the reference; the detail names where it differs first."""
-    tolerance = TOLERANCE if config.hook_reduce_every_micro_batch else DEFERRED_TOLERANCE
-    gradients, weights = gradient_errors(found, expected), weight_errors(found, expected)
-    losses = [relative_error(f, e) for f, e in zip(found.losses, expected.losses, strict=True)]
-    norms = [relative_error(f, e) for f, e in zip(found.norms, expected.norms, strict=True)]
-    worst = [max(step.values()) for step in gradients]
-    errors = {"loss": max(losses), "gradient": max(worst), "norm": max(norms), "weights": max(weights.values())}
-    is_passed = (
-        max(losses[0], worst[0], norms[0]) <= tolerance
-        and max(errors["loss"], errors["gradient"], errors["norm"]) <= LATER_STEPS * tolerance
-        and errors["weights"] <= WEIGHT_TOLERANCE
-    )
-    detail = ""
-    if not is_passed:
-        module = first_different_module(found, expected, tolerance)
-        wrong = [name for name, error in gradients[0].items() if error > tolerance]
-        detail = f"first module whose output differs: {module or 'none'}; "
-        detail += (
-            f"{len(wrong)} gradients differ, last in the model: {wrong[-1]}" if wrong else "no first gradient does"
-        )
-    return Check(case.name, is_passed, errors, tolerance, detail)
-
-
-def same_bits_check(runs: dict[Case, Run]) -> Iterator[Check]:
-    """Recompute with dropout must draw the same masks: equal to the last bit to no recompute."""
-    pair = [runs[case] for case in runs if case.dropout and not case.use_peft]
-    if len(pair) == 2:
-        is_same = pair[0].losses == pair[1].losses and all(
-            (f[name] is None) == (e[name] is None) and (e[name] is None or torch.equal(f[name], e[name]))
-            for f, e in zip(pair[0].gradients, pair[1].gradients)
-            for name in e
-        )
-        yield Check("dropout masks of recompute", is_same, detail="" if is_same else "recompute draws another mask")
 
 
 def unit_check(model: nn.Module, config: HookConfig) -> Iterator[Check]:
@@ -378,53 +265,6 @@ def unit_check(model: nn.Module, config: HookConfig) -> Iterator[Check]:
         return
     is_passed = bool(units) or config.fsdp_auto_wrap_policy == "NO_WRAP"
     yield Check("units", is_passed, detail=f"{len(units) + 1} units, the root included")
-
-
-def gradient_check(reference: Run) -> Iterator[Check]:
-    """Every trainable tensor has a gradient in the reference; one without cannot be proved."""
-    without = [name for name, gradient in reference.gradients[0].items() if not gradient.any()]
-    detail = f"{len(without)} tensors get no gradient from text, such as {without[0]}" if without else ""
-    yield Check("gradient in every tensor", not without, detail=detail)
-
-
-@torch.no_grad()
-def model_checks(model: nn.Module) -> Iterator[Check]:
-    """What the architecture itself can do, measured on the whole model: packing, and the loss of its own forward."""
-    model.eval()
-    generator = torch.Generator().manual_seed(3)
-    documents = [torch.randint(67, 96, (1, length), generator=generator) for length in (5, 4, 7)]
-    packed = {"input_ids": torch.cat(documents, 1), "use_cache": False}
-    packed["position_ids"] = torch.cat([torch.arange(d.shape[1])[None] for d in documents], 1)
-    advice = "leave --packing off for this architecture"
-    try:
-        together = model(**packed).logits
-        alone = torch.cat([model(input_ids=d, use_cache=False).logits for d in documents], 1)
-        error = ((together - alone).norm() / alone.norm()).item()
-        detail = "isolated" if error <= PACKED_TOLERANCE else f"packed documents see each other ({error:.0e}): {advice}"
-    except Exception as failure:
-        detail = f"{type(failure).__name__}: {str(failure)[:80]}: {advice}"
-    yield Check("packed documents", True, detail=detail)
-    try:
-        ids = packed["input_ids"]
-        outputs = model(input_ids=ids, labels=ids, use_cache=False)
-        ours = F.cross_entropy(outputs.logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-        error = relative_error(ours.item(), outputs.loss.item())
-        detail = (
-            "equal to ours" if error <= PACKED_TOLERANCE else f"differs from next-token cross-entropy by {error:.0e}"
-        )
-    except Exception as failure:
-        detail = f"{type(failure).__name__}: {str(failure)[:80]}"
-    yield Check("the model's own loss", True, detail=detail)
-
-
-def table(checks: list[Check]) -> list[str]:
-    """The checks as aligned lines: measured errors beside the tolerance."""
-    lines = [f"{'check':<28}" + "".join(f"{column:>10}" for column in COLUMNS) + f"{'tolerance':>11}"]
-    for check in checks:
-        errors = "".join(f"{check.errors[column]:>10.1e}" if check.errors else " " * 10 for column in COLUMNS)
-        tolerance = f"{check.tolerance:>11.0e}" if check.tolerance else " " * 11
-        lines.append(f"{check.name:<28}{errors}{tolerance}  {'pass' if check.is_passed else 'FAIL'}  {check.detail}")
-    return lines
 
 
 if __name__ == "__main__":

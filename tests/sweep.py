@@ -15,17 +15,17 @@ import traceback
 import warnings
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-import torch
+from cpu_ranks import run_on_cpu_ranks
 from hook_config import read_hook_config
 from launch import end, make_accelerator
 from tqdm import tqdm
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from verify import exact_config, run_on_cpu_ranks, verify
+from verify import exact_config, verify
 
+ROOT = Path(__file__).parents[1]
 RESULTS, TABLE = ROOT / "outputs" / "sweep.jsonl", ROOT / "tests" / "architectures.md"
 SCENARIOS = ("default", "performance", "mem_limit")
 TIME_LIMIT_S = 240  # for one architecture under all YAMLs
