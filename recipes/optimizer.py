@@ -41,11 +41,12 @@ def make_optimizer(
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """`accelerator.prepare`, then the proof that the optimizer still holds every parameter.
+    """`accelerator.prepare`, between two proofs that the optimizer holds every parameter.
 
     Accelerate matches parameters before and after by their memory address; empty shards (a LoRA matrix of fewer rows
     than ranks) all have address 0 and would be taken for one another, so the parameters are put back.
     """
+    check_optimizer(model, optimizer)
     held = [list(group["params"]) for group in optimizer.param_groups]
     model, prepared = accelerator.prepare(model, optimizer)
     for group, parameters in zip(optimizer.param_groups, held):

@@ -1,0 +1,115 @@
+"""Verify a varied dozen of architectures, and Llama with each classic fault planted, in one process pair; JSON to OUT.
+
+python tests/verify_worker.py OUT
+"""
+
+import json
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import finetune
+import losses
+import optimizer
+import torch
+import torch.nn.functional as F
+import verify as command
+from cpu_ranks import run_on_cpu_ranks
+from hook_config import read_hook_config
+from launch import end, make_accelerator
+from torch import nn
+from transformers import CONFIG_MAPPING, LlamaForCausalLM, PreTrainedModel
+
+CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+DOZEN = {  # what is special about each
+    "gpt2": "mem_limit",  # tied, learned positions, biases
+    "opt": "performance",  # key biases whose gradient is zero
+    "bloom": "default",  # alibi
+    "gemma2": "mem_limit",  # soft caps, sliding and full layers
+    "gemma3n_text": "default",  # per-layer inputs, shared keys and values
+    "cohere": "performance",  # logit scaling, parallel blocks
+    "deepseek_v3": "default",  # latent attention, dense and expert layers
+    "gpt_oss": "mem_limit",  # experts, attention sinks
+    "qwen3_next": "performance",  # linear and full attention
+    "mamba2": "default",  # no attention
+    "zamba2": "mem_limit",  # parameters shared between blocks
+    "bert": "mem_limit",  # head bias held twice
+}
+enable = PreTrainedModel.activation_checkpointing_enable
+
+
+def main() -> None:
+    sys.exit(run_on_cpu_ranks(work, sys.argv[1], 2))
+
+
+def enable_without_random_state(model: nn.Module, activation_checkpointing_kwargs: dict, **kwargs: object) -> None:
+    """Recompute that draws another dropout mask."""
+    forgetful = {**activation_checkpointing_kwargs, "preserve_rng_state": False}
+    enable(model, activation_checkpointing_kwargs=forgetful, **kwargs)
+
+
+def mean_of_means(model: nn.Module, batch: dict, step_label_tokens: int, world_size: int) -> tuple:
+    """A loss that is divided by each rank's own tokens."""
+    local_tokens = max(losses.num_label_tokens(batch["labels"]), 1)
+    return losses.micro_batch_loss(model, batch, local_tokens * world_size, world_size)
+
+
+def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss whose logits are rounded."""
+    logits, labels = logits[:, :-1].bfloat16().flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+
+def optimizer_of_copies(model: nn.Module, *arguments: object) -> torch.optim.Optimizer:
+    """An optimizer bound to unsharded tensors."""
+    copies = nn.ParameterList(p.full_tensor().detach().clone() for p in model.parameters())
+    return optimizer.make_optimizer(copies, *arguments)
+
+
+def leaking_forward(self: nn.Module, *, position_ids: torch.Tensor | None = None, **inputs: torch.Tensor) -> object:
+    """Documents packed with positions that go on: every document sees those before it."""
+    return forward(self, **inputs)
+
+
+forward = LlamaForCausalLM.forward
+FAULTS = {
+    "none": nullcontext(),
+    "dropout state dropped": mock.patch.object(
+        PreTrainedModel, "activation_checkpointing_enable", enable_without_random_state
+    ),
+    "mean of means": mock.patch.object(finetune, "micro_batch_loss", mean_of_means),
+    "loss in bf16": mock.patch.object(losses, "token_loss_sum", loss_in_bf16),
+    "optimizer on unsharded tensors": mock.patch.object(command, "make_optimizer", optimizer_of_copies),
+    "leaking pack": mock.patch.object(LlamaForCausalLM, "forward", leaking_forward),
+}
+
+
+def work(out: str) -> None:
+    """One rank."""
+    warnings.filterwarnings("ignore")
+    configs = {
+        name: read_hook_config(str(CONFIGS / f"{name}.yaml")) for name in ("default", "performance", "mem_limit")
+    }
+    accelerator = make_accelerator(command.exact_config(configs["default"]), 1.0)
+    results: dict = {"dozen": {}, "faults": {}}
+
+    def checks(name: str, scenario: str) -> dict:
+        found = command.verify(CONFIG_MAPPING[name](), configs[scenario], accelerator)
+        return {check.name: vars(check) for check in found}
+
+    for name, scenario in DOZEN.items():
+        results["dozen"][name] = checks(name, scenario)
+    for fault, patch in FAULTS.items():
+        with patch:
+            results["faults"][fault] = checks("llama", "default")
+    if accelerator.is_main_process:
+        Path(out).write_text(json.dumps(results))
+    end(accelerator)
+
+
+if __name__ == "__main__":
+    main()
