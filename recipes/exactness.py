@@ -36,7 +36,8 @@ class Arithmetic:
 
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
-    fp32_modules: frozenset[str] = frozenset()
+    fp32_norms: frozenset[str] = frozenset()  # take fp32 in and hand the compute dtype out
+    fp32_modules: frozenset[str] = frozenset()  # hand on what their own code returns
     learning_rate: float = 1e-3
     adam_epsilon: float = 1e-4  # with 1e-8, elements whose gradient is rounding noise would step by its sign
     weight_decay: float = 0.1
@@ -105,13 +106,13 @@ def reference_loss(
     model: nn.Module, batch: Batch, arithmetic: Arithmetic, auxiliary_weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward with weights cast to the compute dtype: (summed loss with balancing term, summed token loss)."""
-    dtype, kept = arithmetic.param_dtype, arithmetic.fp32_modules
+    dtype, kept = arithmetic.param_dtype, arithmetic.fp32_norms | arithmetic.fp32_modules
     weights = {
-        name: p if name.rpartition(".")[0] in kept or not p.is_floating_point() else p.to(dtype)
+        name: p if is_inside(name, kept) or not p.is_floating_point() else p.to(dtype)
         for name, p in model.named_parameters()
     }
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    with modules_in_fp32(model, kept, dtype):
+    with norms_in_fp32(model, arithmetic.fp32_norms, dtype):
         outputs = functional_call(model, weights, (), inputs)
     token_loss = F.cross_entropy(
         outputs.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
@@ -123,9 +124,14 @@ def reference_loss(
     return loss, token_loss.detach()
 
 
+def is_inside(name: str, modules: frozenset[str]) -> bool:
+    """Whether a parameter lies in one of these modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
 @contextlib.contextmanager
-def modules_in_fp32(model: nn.Module, names: frozenset[str], dtype: torch.dtype) -> Iterator[None]:
-    """Make these modules take fp32 in and hand the compute dtype out, as the norm unit does."""
+def norms_in_fp32(model: nn.Module, names: frozenset[str], dtype: torch.dtype) -> Iterator[None]:
+    """Make these norms take fp32 in and hand the compute dtype out, as the norm unit does."""
     handles = []
     for name, module in model.named_modules():
         if name in names:

@@ -6,12 +6,16 @@ choice; what no unit takes stays in the root unit. Order: recompute hook, compil
 
 from dataclasses import dataclass
 
+import torch
 from hook_config import HookConfig, load_function
 from model_structure import (
     base_model,
     final_norm,
     find_blocks,
+    innermost,
     is_norm,
+    kept_in_fp32,
+    modules_sharing_parameters,
     num_parameters,
     outermost,
     parameter_owners,
@@ -26,7 +30,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules gathered together. `kind` is block, embeddings, tail, norms, shared, size or user."""
+    """Modules gathered together. `kind` is block, embeddings, tail, norms, fp32, shared, size or user."""
 
     modules: tuple[str, ...]
     reshard_after_forward: bool | None  # None: FSDP2's rule for the root, which is never resharded after forward
@@ -43,6 +47,10 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
     units: list[Unit] = []
     if config.hook_norm_dtype is not None:
         units.append(Unit(tuple(name for name, module in model.named_modules() if is_norm(module)), False, "norms"))
+    if config.hook_param_dtype != "fp32":
+        taken = {name for unit in units for name in unit.modules}
+        kept = tuple(name for name in kept_in_fp32(model)[0] if name not in taken)
+        units += [Unit(kept, False, "fp32")] if kept else []
     if config.hook_wrap_function:
         units += user_units(model, config.hook_wrap_function)
         if not units or units[-1].kind != "user":
@@ -52,46 +60,18 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
         if config.hook_wrap_embeddings:
             units += embedding_units(model, reshard, has_norm_unit=config.hook_norm_dtype is not None)
     elif config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
-        in_norm_unit = {p for unit in units for name in unit.modules for p in model.get_submodule(name).parameters()}
-        sized = size_units(model, config.fsdp_min_num_params, reshard, in_norm_unit)
+        in_units = {p for unit in units for name in unit.modules for p in model.get_submodule(name).parameters()}
+        sized = size_units(model, config.fsdp_min_num_params, reshard, in_units)
         if not sized:
             raise ValueError(
                 f"fsdp_min_num_params: {config.fsdp_min_num_params:,}, but no module below the whole model (of "
                 f"{num_parameters(model):,} parameters) is that large. Lower it, or set fsdp_auto_wrap_policy: NO_WRAP."
             )
         units += sized
-    units = shared_units(model, units) + units
+    unit_of = {name: index for index, unit in enumerate(units) for name in unit.modules}
+    units = [Unit(names, False, "shared") for names in modules_sharing_parameters(model, unit_of)] + units
     check_plan(model, units)
     return units
-
-
-def shared_units(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """One unit for each set of modules inside different units that share their parameters (blocks of Zamba).
-
-    FSDP2 refuses a parameter that two units share. Such a unit stays gathered from its first use to its last.
-    """
-    unit_of = {name: index for index, unit in enumerate(units) for name in unit.modules}
-    crossing, found = set(), []
-    for parameter, owners in parameter_owners(model).items():
-        holders = {innermost(name, unit_of) for name in owners}
-        if len(holders) > 1 and all(owner not in unit_of for owner in owners):
-            crossing.add(parameter)
-            found.append(owners)
-
-    def topmost(name: str) -> str:  # the largest module around `name` that holds nothing but shared parameters
-        parent = name.rpartition(".")[0]
-        is_shared = parent and all(p in crossing for p in model.get_submodule(parent).parameters())
-        return topmost(parent) if is_shared else name
-
-    groups = dict.fromkeys(tuple(sorted({topmost(name) for name in owners})) for owners in found)
-    return [Unit(names, False, "shared") for names in groups]
-
-
-def innermost(name: str, unit_of: dict[str, int]) -> int:
-    """Index of the innermost unit around a module, -1 for the root."""
-    while name and name not in unit_of:
-        name = name.rpartition(".")[0]
-    return unit_of.get(name, -1)
 
 
 def block_units(model: nn.Module, config: HookConfig) -> list[Unit]:
@@ -222,14 +202,16 @@ def apply_units(
     """
     pin_memory = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if config.fsdp_offload_params else OffloadPolicy()
+    fp32_policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+    policies = {"norms": norm_policy, "fp32": fp32_policy}  # the latter hand on what their own code returns
     for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.modules)):  # inner ones first
         modules = [model.get_submodule(name) for name in unit.modules]
         group = modules if len(modules) > 1 else modules[0]
-        unit_policy = norm_policy if unit.kind == "norms" else policy
+        unit_policy = policies.get(unit.kind, policy)
         reshard = unit.reshard_after_forward
         fully_shard(group, mesh=mesh, mp_policy=unit_policy, offload_policy=offload, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    firsts = {unit.modules[0] for unit in units if unit.kind != "norms"}
+    firsts = {unit.modules[0] for unit in units if unit.kind not in policies}
     set_prefetch([module for name, module in model.named_modules() if name in firsts], config)
 
 

@@ -1,5 +1,7 @@
 """What a transformers model is made of: its blocks, norms, and which modules hold which parameter."""
 
+import re
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -99,3 +101,50 @@ def parameter_owners(model: nn.Module) -> dict[nn.Parameter, set[str]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(name)
     return owners
+
+
+def innermost(name: str, unit_of: dict[str, int]) -> int:
+    """Index of the innermost unit around a module, -1 for the root."""
+    while name and name not in unit_of:
+        name = name.rpartition(".")[0]
+    return unit_of.get(name, -1)
+
+
+def modules_sharing_parameters(model: nn.Module, unit_of: dict[str, int]) -> list[tuple[str, ...]]:
+    """Sets of modules inside different units that share all their parameters (the shared blocks of Zamba).
+
+    FSDP2 refuses a parameter that two units share, so each set must be one unit of its own.
+    """
+    crossing: dict[nn.Parameter, set[str]] = {}
+    for parameter, owners in parameter_owners(model).items():
+        is_inside = all(owner not in unit_of for owner in owners)
+        if is_inside and len({innermost(owner, unit_of) for owner in owners}) > 1:
+            crossing[parameter] = owners
+
+    def topmost(name: str) -> str:  # the largest module around `name` that holds nothing but shared parameters
+        parent = name.rpartition(".")[0]
+        is_shared = parent and all(p in crossing for p in model.get_submodule(parent).parameters())
+        return topmost(parent) if is_shared else name
+
+    return list(dict.fromkeys(tuple(sorted({topmost(name) for name in owners})) for owners in crossing.values()))
+
+
+def kept_in_fp32(model: nn.Module) -> tuple[list[str], list[str]]:
+    """What the model says must stay fp32 under bf16 (routers, decay rates): modules of nothing else, other tensors.
+
+    transformers loads these in fp32 whatever the dtype asked for, by the same patterns.
+    """
+    patterns = [p for m in model.modules() for p in getattr(m, "_keep_in_fp32_modules_strict", None) or ()]
+    if not patterns:
+        return [], []
+    pattern = re.compile("|".join(sorted({p.replace("*", ".*") for p in patterns})))
+    modules: list[str] = []
+    tensors = [name for name, _ in model.named_parameters() if pattern.search(name)]
+    for name, module in model.named_modules():  # the largest modules whose forward runs: a parent comes first
+        inside = [f"{name}.{key}" for key, _ in module.named_parameters()]
+        is_taken = any(name.startswith(f"{other}.") for other in modules)
+        never_runs = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Conv1d))  # the last: only its weight is read
+        if inside and not is_taken and not never_runs and all(pattern.search(key) for key in inside):
+            modules.append(name)
+    tensors = [key for key in tensors if not any(key.startswith(f"{name}.") for name in modules)]
+    return modules, tensors

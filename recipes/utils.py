@@ -7,7 +7,7 @@ forward. The loss is computed in fp32 by `losses.py`.
 import torch
 from accelerate import Accelerator
 from hook_config import HookConfig
-from model_structure import is_norm
+from model_structure import is_norm, kept_in_fp32
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -45,12 +45,13 @@ def cast_stored_parameters(model: nn.Module, config: HookConfig, frozen_dtype: t
 
     After wrapping, so that only slices are copied; before the optimizer is made and before any forward. In bf16 an
     AdamW step of 1e-5 on a weight of 1.0 is rounded away; a frozen weight is only ever read in the compute dtype.
-    Frozen norms of an fp32 norm unit keep the dtype they were saved in.
+    Frozen norms of an fp32 norm unit, and what the model keeps in fp32, keep the dtype they were loaded in.
     """
+    kept = {module for name in kept_in_fp32(model)[0] for module in model.get_submodule(name).modules()}
     compute_dtype = frozen_dtype or DTYPES[config.hook_param_dtype]
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        keeps_dtype = config.hook_norm_dtype is not None and is_norm(module)
+        keeps_dtype = module in kept or (config.hook_norm_dtype is not None and is_norm(module))
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point():
                 continue

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hook_wrap import Unit
-from model_structure import base_model, original_class_name
+from model_structure import base_model, kept_in_fp32, original_class_name
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -92,6 +92,12 @@ def warnings_for(report: dict[str, Any], model: nn.Module) -> list[str]:
         found.append(
             f"a vocabulary of {vocabulary:,} ({embedding.weight.numel():,} embedding parameters) stays gathered in the "
             "root; hook_wrap_embeddings: true gives it a unit of its own"
+        )
+    rounded = kept_in_fp32(model)[1]
+    if rounded and any(unit["param_dtype"] != "float32" for unit in units):
+        example = f"{len(rounded)} tensors such as {rounded[0]}"
+        found.append(
+            f"{example} share a module with others and compute in 16 bits, though the model keeps them in fp32"
         )
     return found
 
