@@ -62,6 +62,8 @@ def reference_run(
     groups = [(decayed, arithmetic.weight_decay), (others, 0.0)]
     groups = [{"params": held, "weight_decay": decay} for held, decay in groups if held]
     optimizer = torch.optim.AdamW(groups, lr=arithmetic.learning_rate, eps=arithmetic.adam_epsilon, fused=True)
+    kept = arithmetic.fp32_norms | arithmetic.fp32_modules
+    dtypes = {name: torch.float32 if is_inside(name, kept) else arithmetic.reduce_dtype for name in trained}
     random_states = [rank_state(r) for r in range(len(steps[0]))]
     for per_rank in steps:
         count = sum((batch["labels"][:, 1:] != -100).sum() for micro_batches in per_rank for batch in micro_batches)
@@ -77,13 +79,15 @@ def reference_run(
                 gradients = torch.autograd.grad(loss * len(per_rank) / count, trained.values(), allow_unused=True)
                 random_states[r] = torch.get_rng_state()
                 loss_sum += token_loss
-                gradients = [None if g is None else g.to(arithmetic.reduce_dtype) for g in gradients]
+                gradients = [None if g is None else g.to(dtypes[name]) for name, g in zip(trained, gradients)]
                 reduced = gradients if reduced is None else [add(a, b) for a, b in zip(reduced, gradients)]
             for name, gradient in zip(trained, reduced):
                 mean = None if gradient is None else (gradient / len(per_rank)).float()
                 summed[name] = add(summed[name], mean)
         for name, parameter in trained.items():
-            parameter.grad = summed[name]  # None for a tensor that the forward does not use: it must not decay either
+            # None for a tensor that the forward does not use: it must not decay either. Contiguous, because torch's
+            # fused CPU kernel reads a transposed gradient in the wrong order.
+            parameter.grad = None if summed[name] is None else summed[name].contiguous()
         run.norms.append(nn.utils.clip_grad_norm_(trained.values(), arithmetic.max_grad_norm).item())
         run.losses.append((loss_sum / count).item())
         run.gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()})
