@@ -1,5 +1,6 @@
 # make finetune   set up and train the embedded sample
 # make test       set up and run the tests (2 CPU cores are enough)
+# make sweep      verify every architecture that transformers knows (slow; goes on where it stopped)
 # make lint       check the style
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= accelerate_configs/default.yaml
 
-.PHONY: finetune test lint clean
+.PHONY: finetune test sweep lint clean
 
 finetune: $(VENV)/recipes.done
 	@# one process per GPU; two on a machine without, the smallest number that shards
@@ -18,6 +19,9 @@ finetune: $(VENV)/recipes.done
 test: $(VENV)/tests.done
 	@# two test files at a time: much of a launch is one process importing libraries
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile $(ARGS)
+
+sweep: $(VENV)/tests.done
+	$(BIN)/python tests/sweep.py $(ARGS)
 
 lint: $(VENV)/tests.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -40,6 +40,7 @@ class Case:
     accumulation: int = 1
     is_policy: bool = False  # the YAML's dtypes; else fp32
     use_peft: bool = False
+    balances: bool = False  # with the balancing loss of a mixture of experts
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -57,6 +58,7 @@ CASES = (
     Case("accumulation 3", recompute=True, accumulation=3),
     Case("the YAML's dtypes", recompute=True, is_policy=True),
 )
+BALANCING_CASE = Case("balancing loss", recompute=True, accumulation=3, balances=True)
 LORA_CASES = (
     Case("LoRA with dropout", recompute=True, accumulation=3, use_peft=True),
     Case("LoRA, the YAML's dtypes", recompute=True, is_policy=True, use_peft=True),

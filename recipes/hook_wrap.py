@@ -24,6 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -43,6 +44,11 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
     Raises:
         ValueError: nothing matches, or the plan is not a partition that FSDP2 can carry out.
     """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "The model is sharded already (from_pretrained(distributed_config=...), or another fully_shard), and a "
+            "module is sharded once: load it without distributed_config and let the YAML's units shard it."
+        )
     reshard = config.fsdp_reshard_after_forward
     units: list[Unit] = []
     if config.hook_norm_dtype is not None:

@@ -13,7 +13,7 @@ import torch
 from arguments import FinetuneArguments
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
@@ -39,15 +39,18 @@ def load_model(arguments: FinetuneArguments) -> nn.Module:
     """Load the model on the CPU in training mode with its cache off, as saved on disk.
 
     Raises:
-        ValueError: it cannot be loaded, or weights are missing on disk and would be random.
+        ValueError: it cannot be loaded, is quantized, or weights are missing on disk and would be random.
     """
     name = arguments.model_name_or_path
+    source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
     try:
+        config = AutoConfig.from_pretrained(name, **source)
+        check_not_quantized(config)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
+            config=config,
             dtype="auto",
-            revision=arguments.model_revision,
-            trust_remote_code=arguments.trust_remote_code,
+            **source,
             attn_implementation=arguments.attn_implementation,
             output_loading_info=True,
         )

@@ -4,13 +4,14 @@ import re
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every transformer block, in execution order.
 
-    By class name if given; else the elements of the model's largest outermost ModuleList, and of further ones whose
-    element class the model itself declares not to be split.
+    By class name if given; else the elements of outermost ModuleLists that the library marks as blocks (it can
+    recompute them, or declares them not to be split; a vision tower's too), and always those of the largest list.
 
     Raises:
         ValueError: a class name that matches nothing, or no ModuleList; lists the block classes the model has.
@@ -32,13 +33,14 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> list[tup
             "No transformer blocks found (no ModuleList of layers). Set fsdp_transformer_layer_cls_to_wrap, "
             "or fsdp_auto_wrap_policy: SIZE_BASED_WRAP."
         )
-    declared = set(getattr(base_model(model), "_no_split_modules", None) or ())
-    largest = max(lists, key=lambda entry: num_parameters(entry[1]))[1]
+    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    with_children = [entry for entry in lists if any(any(block.children()) for block in entry[1])]  # no list of Linears
+    largest = max(with_children or lists, key=lambda entry: num_parameters(entry[1]))[1]
     chosen = [
         (f"{list_name}.{i}", block)
         for list_name, blocks in lists
         for i, block in enumerate(blocks)
-        if blocks is largest or original_class_name(block) in declared
+        if blocks is largest or isinstance(block, GradientCheckpointingLayer) or original_class_name(block) in declared
     ]
     return chosen
 

@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from architecture import own_loss, packed_isolation
 from cpu_ranks import run_on_cpu_ranks
 from exact_checks import (
+    BALANCING_CASE,
     CASES,
     DROPOUT,
     LORA_CASES,
@@ -136,6 +137,8 @@ def verify(
 
     def build(case: Case) -> nn.Module:
         model = build_tiny_model(model_config, dropout=case.dropout)
+        if case.balances:
+            model.config.output_router_logits = True
         if not case.use_peft:
             return model
         torch.manual_seed(SEED)
@@ -145,7 +148,8 @@ def verify(
                 nn.init.normal_(parameter, std=0.02)
         return adapted
 
-    cases = [*CASES, *(LORA_CASES if lora is not None else ())]
+    has_balancing = getattr(model_config.get_text_config(), "output_router_logits", None) is not None
+    cases = [*CASES, *([BALANCING_CASE] if has_balancing else ()), *(LORA_CASES if lora is not None else ())]
     runs: dict[Case, Run] = {}
     for case in cases:
         try:
@@ -180,7 +184,7 @@ def verify(
 def reference_key(case: Case, config: HookConfig) -> tuple:
     """What an unsharded run depends on: neither wrapping nor recompute."""
     dtypes = (config.hook_param_dtype, config.hook_reduce_dtype, config.hook_norm_dtype)
-    return case.dropout, case.accumulation, case.use_peft, dtypes
+    return case.dropout, case.accumulation, case.use_peft, case.balances, dtypes
 
 
 def config_of(case: Case, config: HookConfig) -> HookConfig:

@@ -33,6 +33,11 @@ def test_architecture_trains_exactly(results, name):
     assert set(RUNS) < set(checks)
 
 
+def test_balancing_loss_of_experts_is_exact_for_the_same_split(results):
+    check = results["dozen"]["mixtral"]["balancing loss"]
+    assert check["is_passed"] and check["errors"]["gradient"] <= 1e-6
+
+
 def test_exact_training_passes_every_check(results):
     assert not failed(results["faults"]["none"])
 
@@ -71,6 +76,15 @@ def test_leaking_pack_is_named_with_the_setting_to_use(results):
     assert "see each other" in results["faults"]["leaking pack"]["packed documents"]["detail"]
     assert "leave --packing off" in results["faults"]["leaking pack"]["packed documents"]["detail"]
     assert "leave --packing off" in results["dozen"]["mamba2"]["packed documents"]["detail"]
+
+
+def test_rounding_what_a_block_is_handed_in_fp32_is_caught(results):
+    """Beam scales its queries by an fp32 tensor; FSDP2 rounds a unit's inputs unless told not to."""
+    assert set(failed(results["faults"]["inputs cast"])) == {"the YAML's dtypes"}
+
+
+def test_rounding_a_router_that_the_model_keeps_in_fp32_is_caught(results):
+    assert set(failed(results["faults"]["routers rounded"])) == {"the YAML's dtypes"}
 
 
 def verify(*arguments):

@@ -1,8 +1,9 @@
-"""Verify a varied dozen of architectures, and Llama with each classic fault planted, in one process pair; JSON to OUT.
+"""Verify a dozen varied architectures, and Llama with each classic fault planted, in one process pair; JSON to OUT.
 
 python tests/verify_worker.py OUT
 """
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -13,15 +14,18 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import finetune
+import hook_wrap
 import losses
 import optimizer
 import torch
 import torch.nn.functional as F
+import utils
 import verify as command
 from cpu_ranks import run_on_cpu_ranks
-from hook_config import read_hook_config
+from hook_config import HookConfig, read_hook_config
 from launch import end, make_accelerator
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import CONFIG_MAPPING, LlamaForCausalLM, PreTrainedModel
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
@@ -29,6 +33,7 @@ DOZEN = {  # what is special about each
     "gpt2": "mem_limit",  # tied, learned positions, biases
     "opt": "performance",  # key biases whose gradient is zero
     "bloom": "default",  # alibi
+    "mixtral": "default",  # experts with a balancing loss
     "gemma2": "mem_limit",  # soft caps, sliding and full layers
     "gemma3n_text": "default",  # per-layer inputs, shared keys and values
     "cohere": "performance",  # logit scaling, parallel blocks
@@ -75,6 +80,11 @@ def leaking_forward(self: nn.Module, *, position_ids: torch.Tensor | None = None
     return forward(self, **inputs)
 
 
+def policy_that_casts_inputs(config: HookConfig) -> MixedPrecisionPolicy:
+    """FSDP2's default: what a block is handed in fp32 is rounded."""
+    return dataclasses.replace(utils.mixed_precision_policy(config), cast_forward_inputs=True)
+
+
 forward = LlamaForCausalLM.forward
 FAULTS = {
     "none": nullcontext(),
@@ -106,6 +116,11 @@ def work(out: str) -> None:
     for fault, patch in FAULTS.items():
         with patch:
             results["faults"][fault] = checks("llama", "default")
+    cast_inputs = mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs)
+    with cast_inputs:
+        results["faults"]["inputs cast"] = checks("beam", "default")
+    with mock.patch.object(hook_wrap, "kept_in_fp32", lambda model: ([], [])):
+        results["faults"]["routers rounded"] = checks("deepseek_v3", "default")
     if accelerator.is_main_process:
         Path(out).write_text(json.dumps(results))
     end(accelerator)
