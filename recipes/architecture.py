@@ -2,7 +2,9 @@
 
 import torch
 import torch.nn.functional as F
+from shrink import build_tiny_model
 from torch import nn
+from transformers import PreTrainedConfig
 
 EQUAL = 1e-5  # relative; attention over another number of tokens adds in another order
 
@@ -22,6 +24,13 @@ def packed_isolation(model: nn.Module) -> str:
         return f"{type(error).__name__}: {str(error)[:80]}: {advice}"
     difference = ((together - alone).norm() / alone.norm()).item()
     return "isolated" if difference <= EQUAL else f"packed documents see each other ({difference:.0e}): {advice}"
+
+
+def check_isolation(config: PreTrainedConfig) -> None:
+    """Raise ValueError where packed documents would see each other, measured on a tiny model of this architecture."""
+    result = packed_isolation(build_tiny_model(config))
+    if result != "isolated":
+        raise ValueError(f"--packing: {result}")
 
 
 @torch.no_grad()

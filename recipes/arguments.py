@@ -12,6 +12,7 @@ from typing import TextIO
 import yaml
 from transformers import HfArgumentParser, SchedulerType
 
+TRUNCATION_MODES = ("keep_start", "keep_end", "drop", "split")
 IN_THE_YAML = {  # arguments of TrainingArguments whose place here is the Accelerate YAML
     "bf16": "mixed_precision: bf16",
     "fp16": "mixed_precision: fp16",
@@ -26,26 +27,42 @@ class FinetuneArguments:
     """Fine-tune a causal language model with FSDP2."""
 
     config: str | None = field(default=None, metadata={"help": "YAML or JSON file of these arguments (as in TRL)."})
-    accelerate_config: str | None = field(
-        default=None, metadata={"help": "The Accelerate YAML; needed where `accelerate launch` does not name it."}
-    )
+    accelerate_config: str | None = field(default=None, metadata={"help": "The Accelerate YAML, under torchrun."})
     # model
     model_name_or_path: str | None = field(default=None, metadata={"help": "Local folder or hub name."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository brings."})
     attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2, ..."})
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Dtype of frozen weights in memory and of the exported model: float32, bfloat16, float16; auto: "
-            "frozen weights in the YAML's compute dtype, export as the model was saved. Trained weights are fp32."
-        },
-    )
+    dtype: str = field(default="auto", metadata={"help": "Frozen weights and export; auto: as the YAML, as saved."})
     # data
-    dataset_name: str | None = field(default=None, metadata={"help": "File, folder of train/test files, or hub name."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "File, folder of files or hub name; several with commas between them."}
+    )
+    dataset_weights: list[float] | None = field(
+        default=None, metadata={"help": "How often each data set's rows are seen per epoch; one number each."}
+    )
+    dataset_columns: str | None = field(
+        default=None, metadata={"help": "Columns under other names, as in prompt=question,completion=answer."}
+    )
     dataset_train_split: str = "train"
     dataset_test_split: str = "test"
-    max_length: int = field(default=1024, metadata={"help": "Tokens per row; longer rows are cut at the end."})
+    validation_split_percentage: float = field(
+        default=0.0, metadata={"help": "Share of the training rows held out where there is no test split."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+    max_length: int = field(default=1024, metadata={"help": "Tokens per row."})
+    truncation_mode: str = field(
+        default="keep_start", metadata={"help": "Rows over max_length: keep_start, keep_end, drop or split."}
+    )
+    packing: bool = field(default=False, metadata={"help": "Several documents per row, each seeing only itself."})
+    group_by_length: bool = field(default=False, metadata={"help": "Rows of similar length together, less padding."})
+    assistant_only_loss: bool = field(default=True, metadata={"help": "Of a chat, learn the assistant's turns only."})
+    completion_only_loss: bool = field(default=True, metadata={"help": "Of a pair, learn the completion only."})
+    skip_bad_rows: bool = field(default=False, metadata={"help": "Leave out rows that cannot be read, and list them."})
+    allow_lost_rows: bool = field(
+        default=False, metadata={"help": "Go on though more than a tenth of the rows lose their answer to max_length."}
+    )
+    preview: int = field(default=0, metadata={"help": "Print so many rows, what is learnt marked, and exit."})
     dataloader_num_workers: int = 0
     # adapters
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters on a frozen model."})
@@ -182,6 +199,7 @@ def check_arguments(arguments: FinetuneArguments) -> list[str]:
         "gradient_accumulation_steps": 1,
         "logging_steps": 1,
         "max_new_tokens": 1,
+        "dataset_num_proc": 1,
         "lora_r": 1,
         "save_total_limit": 1,
         "learning_rate": 0,
@@ -201,6 +219,7 @@ def check_arguments(arguments: FinetuneArguments) -> list[str]:
             problems.append(f"--{name}: found {getattr(arguments, name)}, allowed: above 0")
     if arguments.max_steps <= 0 and arguments.num_train_epochs <= 0:
         problems.append("--max_steps or --num_train_epochs must be above 0")
+    problems += check_data_arguments(arguments)
     if arguments.lora_dropout >= 1:
         problems.append(f"--lora_dropout: found {arguments.lora_dropout}, allowed: below 1")
     for name in arguments.report_to:
@@ -212,4 +231,28 @@ def check_arguments(arguments: FinetuneArguments) -> list[str]:
         problems.append(f"--output_dir {folder}: {existing} is not a folder that can be written to")
     if arguments.dtype not in ("auto", "float32", "bfloat16", "float16"):
         problems.append(f"--dtype: found {arguments.dtype}, allowed: auto, float32, bfloat16, float16")
+    return problems
+
+
+def check_data_arguments(arguments: FinetuneArguments) -> list[str]:
+    """Return every problem with how data is read, cut and packed."""
+    problems = []
+    for name in ("preview", "validation_split_percentage"):
+        if not getattr(arguments, name) >= 0:
+            problems.append(f"--{name}: found {getattr(arguments, name)}, allowed: 0 or more")
+    uses_flash = (arguments.attn_implementation or "").startswith("flash")
+    if arguments.packing and uses_flash and arguments.per_device_train_batch_size > 1:
+        problems.append(
+            "--packing with flash attention: it tells documents apart in a batch of one row only; set "
+            "--per_device_train_batch_size 1 and raise --max_length instead"
+        )
+    if arguments.packing and arguments.group_by_length:
+        problems.append("--group_by_length has nothing to do under --packing; leave one out")
+    if arguments.truncation_mode not in TRUNCATION_MODES:
+        modes = ", ".join(TRUNCATION_MODES)
+        problems.append(f"--truncation_mode: found {arguments.truncation_mode}, allowed: {modes}")
+    if arguments.validation_split_percentage >= 100:
+        problems.append(f"--validation_split_percentage: found {arguments.validation_split_percentage}, below 100")
+    if any(not weight > 0 for weight in arguments.dataset_weights or ()):
+        problems.append(f"--dataset_weights: found {arguments.dataset_weights}, allowed: above 0")
     return problems

@@ -1,15 +1,20 @@
 """Token rows to batches: which rows each rank takes, from one global order, and padding."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from losses import IGNORE_INDEX
-from torch.utils.data import DataLoader
+from packing import collate_packed, length_grouped_order
+from torch.utils.data import DataLoader, Dataset
+
+ROWS_PER_GROUP = (
+    64  # rows of similar length that follow one another; a constant, so that any number of ranks can resume
+)
 
 
-def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
+def collate(rows: Sequence[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Pad on the right to the longest row; (B, T) each. Padding is told by length, never by id (pad may be eos)."""
     length = max(len(row["input_ids"]) for row in rows)
     batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
@@ -53,7 +58,7 @@ def count_steps(num_rows: int, rows_per_step: int, num_train_epochs: float, max_
 
 
 def training_steps(
-    rows: list[dict[str, list[int]]],
+    rows: Sequence[dict[str, list[int]]],
     micro_batch_size: int,
     accumulation: int,
     rank: int,
@@ -61,6 +66,7 @@ def training_steps(
     seed: int,
     pad_token_id: int,
     num_workers: int = 0,
+    group_by_length: bool = False,
     epoch: int = 0,
     rows_seen: int = 0,
 ) -> Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]]:
@@ -68,8 +74,12 @@ def training_steps(
 
     Starts after `rows_seen` rows of `epoch`: the position continues the same global order on any number of ranks.
     """
+    lengths = [len(row["input_ids"]) for row in rows] if group_by_length else []
     while True:
-        order = shuffled_order(len(rows), seed, epoch)[rows_seen:]
+        order = shuffled_order(len(rows), seed, epoch)
+        if group_by_length:
+            order = length_grouped_order(lengths, ROWS_PER_GROUP, seed, epoch)
+        order = order[rows_seen:]
         steps = split_rows(order, micro_batch_size, accumulation, rank, world_size)
         batches = iter(make_loader(rows, [batch for step in steps for batch in step], pad_token_id, num_workers))
         for step in steps:
@@ -82,23 +92,39 @@ def training_steps(
 
 
 def evaluation_batches(
-    rows: list[dict[str, list[int]]], batch_size: int, rank: int, world_size: int, pad_token_id: int
+    rows: Sequence[dict[str, list[int]]], batch_size: int, rank: int, world_size: int, pad_token_id: int
 ) -> DataLoader:
     """This rank's share of the rows: over all ranks every row once, and the same number of batches on each."""
     steps = split_rows(list(range(len(rows))), batch_size, 1, rank, world_size)
     return make_loader(rows, [batch for step in steps for batch in step], pad_token_id)
 
 
+class RowsAndFiller(Dataset):
+    """Rows, and after the last one a row of two tokens without labels for a rank that has none."""
+
+    def __init__(self, rows: Sequence[dict[str, list[int]]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows) + 1
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if index < len(self.rows):
+            return self.rows[index]
+        first = self.rows[0]
+        filler = {"input_ids": (first["input_ids"] * 2)[:2], "labels": [IGNORE_INDEX] * 2}
+        return {**filler, "position_ids": [0, 1]} if "position_ids" in first else filler
+
+
 def make_loader(
-    rows: list[dict[str, list[int]]], micro_batches: list[list[int]], pad_token_id: int, num_workers: int = 0
+    rows: Sequence[dict[str, list[int]]], micro_batches: list[list[int]], pad_token_id: int, num_workers: int = 0
 ) -> DataLoader:
     """A loader of these micro-batches, in order. An empty one becomes a filler: a row of two tokens without labels."""
-    filler = {"input_ids": (rows[0]["input_ids"] * 2)[:2], "labels": [IGNORE_INDEX] * 2}
     sampler = [batch or [len(rows)] for batch in micro_batches]
     return DataLoader(
-        [*rows, filler],
+        RowsAndFiller(rows),
         batch_sampler=sampler,
-        collate_fn=partial(collate, pad_token_id=pad_token_id),
+        collate_fn=partial(collate_packed if "position_ids" in rows[0] else collate, pad_token_id=pad_token_id),
         num_workers=num_workers,
         # Without its own generator every new iterator draws from the global one, so that an evaluation or a resume
         # would shift the dropout masks of the steps after it.

@@ -1,171 +1,175 @@
-"""Rows of text to token ids and labels: formats, chat template, label mask.
+"""Rows to token ids and labels: the chat template, the label mask, rows that are too long, rows that are bad.
 
-Labels are the input ids, unshifted, with IGNORE_INDEX where nothing is learnt. Only answers are learnt: assistant turns
-of `messages`, the `completion` of a pair, everything of a `text`. The end of a turn is learnt too.
+Labels are the input ids, unshifted, with IGNORE_INDEX where nothing is learnt. Only answers are learnt unless asked
+otherwise: assistant turns of a chat, the completion of a pair, everything of a text. The end of a turn is learnt too.
 """
 
 import json
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+import datasets
+import numpy as np
+from data_formats import find_format, read_example, row_of
+from datasets import Dataset
+from datasets.fingerprint import Hasher
+from filelock import FileLock
 from jinja2 import TemplateError
-from losses import IGNORE_INDEX
+from label_mask import IGNORE_INDEX, encode, fit, render_prompt
 from transformers import PreTrainedTokenizerBase
 
-FORMATS = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
-DATA_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-
-
-def load_rows(name: str, train_split: str, test_split: str) -> tuple[Dataset, Dataset | None]:
-    """Load a file, a folder of files named after their split, or a hub data set; return (train, test or None).
-
-    Raises:
-        ValueError: no such data set or split, or a line that is not JSON, with file and line.
-    """
-    path = Path(name)
-    if path.is_file() and path.suffix not in DATA_FILES:
-        raise ValueError(
-            f"--dataset_name {name}: found a {path.suffix or 'nameless'} file, allowed: {', '.join(DATA_FILES)}"
-        )
-    try:
-        if path.is_file():
-            loaded = load_dataset(DATA_FILES[path.suffix], data_files={train_split: str(path)})
-        else:
-            loaded = load_dataset(name)
-    except Exception as error:  # datasets raises many kinds; all of them mean that nothing was loaded
-        cause = first_bad_line(path) or f"{type(error).__name__}: {error}"
-        raise ValueError(f"--dataset_name {name} could not be loaded. {cause}") from error
-    assert isinstance(loaded, DatasetDict), type(loaded)
-    if train_split not in loaded:
-        raise ValueError(f"--dataset_name {name} has no split {train_split!r}; it has: {', '.join(loaded)}.")
-    return loaded[train_split], loaded.get(test_split)
-
-
-def first_bad_line(path: Path) -> str | None:
-    """Name the first line of a JSONL file (or of a folder's files) that is not a JSON object."""
-    files = [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
-    for file in files:
-        if file.stat().st_size == 0:
-            return f"{file} is empty."
-        if file.suffix != ".jsonl":
-            continue
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    row = json.loads(line.decode("utf-8-sig")) if line.strip() else {}
-                except ValueError as error:
-                    return f"{file}, line {number}: {error}."
-                if not isinstance(row, dict):
-                    return f"{file}, line {number}: found {type(row).__name__}, expected an object per line."
-    return None
-
-
-def find_format(rows: Dataset) -> str:
-    """Return which of FORMATS the columns are. Raises ValueError if none."""
-    for name, columns in FORMATS.items():
-        if set(columns) <= set(rows.column_names):
-            return name
-    allowed = "; ".join(" + ".join(columns) for columns in FORMATS.values())
-    raise ValueError(f"The data has columns {rows.column_names}; needed: {allowed}. Rename the columns of your file.")
+MAX_LOST = 0.1  # share of rows that may lose their whole answer to max_length without --allow_lost_rows
+SHOWN = 5  # bad rows that an error lists
+BATCH = 500
+VERSION = 1  # raise when the same row would be tokenised in another way: cached results are then made again
 
 
 def tokenize_rows(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, which: str
-) -> tuple[list[dict[str, list[int]]], str]:
-    """Return ([{input_ids, labels}], one line on what happened). Rows over max_length are cut at the end; rows with no
-    label left (a prompt as long as the limit) are left out. Both are counted in the line.
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    which: str,
+    truncation_mode: str = "keep_start",
+    assistant_only_loss: bool = True,
+    completion_only_loss: bool = True,
+    columns: dict[str, str] | None = None,
+    skip_bad_rows: bool = False,
+    allow_lost_rows: bool = False,
+    num_proc: int | None = None,
+) -> tuple[Dataset, str]:
+    """Return (rows of input_ids and labels, what happened as text).
+
+    The result is cached on disk beside the rows, made by one rank of a machine and read by the others, which wait at a
+    file lock and in no collective.
 
     Raises:
-        ValueError: a row that cannot be read, naming it, or no row left.
+        ValueError: bad rows, naming file and line of the first ones; or too many rows without a label left.
     """
-    row_format = find_format(rows)
-    kept, cut, unlabelled = [], 0, 0
-    for index, row in enumerate(rows):
-        try:
-            text, spans = render_row(row, row_format, tokenizer)
-        except (ValueError, KeyError, TypeError, TemplateError) as error:
-            raise ValueError(f"{which} data, row {index + 1} ({row_format}): {error}") from error
-        ids, labels = label_tokens(text, spans, tokenizer)
-        cut += len(ids) > max_length
-        ids, labels = ids[:max_length], labels[:max_length]
-        if all(label == IGNORE_INDEX for label in labels[1:]):
-            unlabelled += 1
-            continue
-        kept.append({"input_ids": ids, "labels": labels})
-    line = f"{which} data: {len(kept):,} rows ({row_format}), {sum(len(row['input_ids']) for row in kept):,} tokens, "
-    line += f"{sum(label != IGNORE_INDEX for row in kept for label in row['labels'][1:]):,} of them labels; "
-    line += f"{cut:,} row(s) cut at max_length {max_length}, {unlabelled:,} left out without a label"
-    if not kept:
-        raise ValueError(f"{line}. No row is left to learn from: raise --max_length or check the data.")
+    columns = columns or {}
+    first = next((row for row in map(partial(first_row, columns), rows) if row), {})
+    row_format = find_format([name for name, value in first.items() if value is not None])
+    options = (max_length, truncation_mode, assistant_only_loss, completion_only_loss)
+    function = partial(tokenize_batch, tokenizer=tokenizer, row_format=row_format, columns=columns, options=options)
+    key = [VERSION, rows._fingerprint, tokenizer_key(tokenizer), row_format, sorted(columns.items()), options]
+    fingerprint = Hasher.hash(key)
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"tokenize-{fingerprint}.lock"):
+        made = rows.map(
+            function,
+            batched=True,
+            batch_size=BATCH,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            num_proc=num_proc,
+            new_fingerprint=fingerprint,
+            features=datasets.Features(
+                {"input_ids": datasets.List(datasets.Value("int32")), "labels": datasets.List(datasets.Value("int32"))}
+                | {"state": datasets.Value("string"), "problem": datasets.Value("large_string")}
+            ),
+            desc=f"tokenising {which} rows",
+        )
+    return judge(made, which, row_format, max_length, len(rows), skip_bad_rows, allow_lost_rows)
+
+
+def first_row(columns: dict[str, str], record: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of a record that can be read."""
+    row, _, problem = row_of(record, 0, columns)
+    return None if problem else row
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All of a tokenizer that decides about ids and masks."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state |= {"truncation": None, "padding": None}  # these change with use
+    return json.dumps([state, tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token])
+
+
+def judge(
+    made: Dataset, which: str, row_format: str, max_length: int, num_rows: int, skip_bad: bool, allow_lost: bool
+) -> tuple[Dataset, str]:
+    """Keep what can be learnt, say what happened to the rest, and stop where it is too much."""
+    states = made["state"][:]
+    counts = Counter(state for state in states for state in state.split())
+    problems = [problem for problem in made["problem"][:] if problem]
+    shown = "\n- ".join(problems[:SHOWN] + [f"and {len(problems) - SHOWN} more"] * (len(problems) > SHOWN))
+    if problems and not skip_bad:
+        fix = "Mend them, or leave them out with --skip_bad_rows."
+        raise ValueError(f"{which} data: {len(problems)} bad row(s) of {num_rows:,} ({row_format}):\n- {shown}\n{fix}")
+    kept = made.select(np.flatnonzero([state.startswith("kept") for state in states]))
+    kept = kept.remove_columns(["state", "problem"])
+    tokens, labels = count_tokens(kept)
+    line = f"{which} data: {len(kept):,} rows ({row_format}), {tokens:,} tokens, {labels:,} of them labels"
+    words = {
+        "apart": "tokenised as prompt and completion apart, since a token would cross the seam",
+        "cut": f"cut to {max_length} tokens",
+        "unfinished": "answers cut off and therefore not learnt",
+        "split": "pieces of split rows",
+        "unlabelled": "pieces without a label left out",
+        "dropped": f"longer than {max_length} and dropped",
+        "lost": "without a label left",
+    }
+    line += "".join(f"; {counts[state]:,} {word}" for state, word in words.items() if counts[state])
+    line += f"; {len(problems):,} bad row(s) left out:\n- {shown}" if problems else ""
+    advice = "long prompts with short answers want --truncation_mode keep_end; else raise --max_length"
+    if counts["lost"]:
+        line += f"\nnote: {counts['lost']:,} of {num_rows:,} rows lost their whole answer to --max_length: {advice}"
+    if not len(kept):
+        raise ValueError(f"{line}.\nNo row is left to learn from: check the data; {advice}.")
+    if counts["lost"] > MAX_LOST * num_rows and not allow_lost:
+        raise ValueError(f"{line}.\nMore than {MAX_LOST:.0%} of the rows would not be learnt (--allow_lost_rows).")
     return kept, line
 
 
-def render_row(row: dict, row_format: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
-    """Return (text, character spans that are learnt)."""
-    if row_format == "messages":
-        return render_chat(row["messages"], tokenizer)
-    columns = FORMATS[row_format]
-    wrong = [f"{name} is {type(row[name]).__name__}" for name in columns if not isinstance(row[name], str)]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)}; expected text")
-    if not row[columns[-1]]:
-        raise ValueError(f"{columns[-1]} is empty")
-    prompt = row["prompt"] if row_format == "prompt/completion" else ""
-    end = tokenizer.eos_token or ""
-    text = prompt + row[columns[-1]].removesuffix(end) + end
-    return text, [(len(prompt), len(text))]
+def count_tokens(rows: Dataset) -> tuple[int, int]:
+    """(tokens, label tokens) of all rows; the first label of a row predicts nothing."""
+    tokens = labels = 0
+    for batch in rows.with_format("arrow").iter(10_000):
+        offsets = batch["labels"].combine_chunks().offsets.to_numpy()
+        values = batch["labels"].combine_chunks().values.to_numpy()
+        is_label = values != IGNORE_INDEX
+        is_label[offsets[:-1][offsets[:-1] < offsets[1:]]] = False
+        tokens, labels = tokens + int(offsets[-1] - offsets[0]), labels + int(is_label[offsets[0] : offsets[-1]].sum())
+    return tokens, labels
 
 
-def render_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
-    """Render a chat; the spans are what the template adds for each assistant turn after its generation prompt.
+def tokenize_batch(
+    batch: dict[str, list],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    row_format: str,
+    columns: dict[str, str],
+    options: tuple[int, str, bool, bool],
+) -> dict[str, list]:
+    """Turn some records into rows of tokens; a bad record becomes an empty row with its problem."""
+    out: dict[str, list] = {"input_ids": [], "labels": [], "state": [], "problem": []}
 
-    Raises:
-        ValueError: no chat template, no answer, or a template that writes earlier turns differently later on.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; use prompt/completion or text columns, or another model")
-    wrong = [type(turn["content"]).__name__ for turn in messages if not isinstance(turn["content"], str)]
-    if wrong:
-        raise ValueError(f"the content of a turn is {wrong[0]}; expected text")
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
-    if not any(turn["role"] == "assistant" and turn["content"] for turn in turns):
-        raise ValueError(f"no answer: roles are {[turn['role'] for turn in turns]}, none is an assistant with content")
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    spans = []
-    for i, turn in enumerate(turns):
-        if turn["role"] != "assistant":
+    def add(ids: list[int], labels: list[int], state: str, problem: str = "") -> None:
+        for name, value in (("input_ids", ids), ("labels", labels), ("state", state), ("problem", problem)):
+            out[name].append(value)
+
+    max_length, truncation_mode, *learns = options
+    for i, index in enumerate(indices):
+        row, where, problem = row_of({name: values[i] for name, values in batch.items()}, index, columns)
+        try:
+            if problem:
+                raise ValueError(problem)
+            example = read_example(row, row_format, tokenizer.chat_template is not None)
+            ids, labels, is_apart = encode(example, tokenizer, *learns)
+        except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+            add([], [], "bad", f"{where}: {error}")
             continue
-        before = tokenizer.apply_chat_template(turns[:i], tokenize=False, add_generation_prompt=True)
-        after = tokenizer.apply_chat_template(turns[: i + 1], tokenize=False)
-        if not (text.startswith(before) and after.startswith(before) and text.startswith(after.rstrip())):
-            raise ValueError(
-                f"the chat template writes turn {i + 1} differently when later turns follow; cannot mask it"
-            )
-        spans.append((len(before), len(after.rstrip())))
-    return text, spans
+        is_text = row_format == "text"
+        for *part, state in fit(ids, labels, max_length, truncation_mode, is_text, tokenizer.bos_token_id):
+            add(*part, f"{state} apart" if is_apart else state)
+    return out
 
 
-def label_tokens(
-    text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[int]]:
-    """Tokenize once and label every token that reaches into a span, so that a merge across the seam cannot shift it.
-
-    Exactly one begin token for a tokenizer that uses one: its own, unless the text (a chat template's) starts with it.
-    An end token that the tokenizer appends is dropped: the text ends as its format says.
-    """
-    has_begin = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    encoded = tokenizer(text, add_special_tokens=not has_begin, return_offsets_mapping=True, verbose=False)
-    ids, labels = [], []
-    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
-        if ids and start == end and token in tokenizer.all_special_ids:  # appended: it covers no character
-            continue
-        ids.append(token)
-        is_learnt = any(start < span_end and end > span_start for span_start, span_end in spans)
-        labels.append(token if is_learnt else IGNORE_INDEX)
-    return ids, labels
-
-
-def prompts_and_answers(rows: Dataset | None, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str], bool]:
+def prompts_and_answers(
+    rows: Dataset | None, tokenizer: PreTrainedTokenizerBase, columns: dict[str, str] | None = None
+) -> tuple[list[str], list[str], bool]:
     """Return (prompt texts, expected answers, whether the prompts already hold their begin token).
 
     Raises:
@@ -173,13 +177,33 @@ def prompts_and_answers(rows: Dataset | None, tokenizer: PreTrainedTokenizerBase
     """
     if rows is None:
         raise ValueError("--predict_with_generate needs a test split, and this data set has none.")
-    row_format = find_format(rows)
-    if row_format == "prompt/completion":
-        return rows["prompt"], rows["completion"], False
-    if row_format != "messages" or any(chat[-1]["role"] != "assistant" for chat in rows["messages"]):
-        raise ValueError(
-            "--predict_with_generate needs test rows that end in an answer (messages or prompt/completion)."
-        )
-    chats = rows["messages"]
-    prompts = [tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True) for chat in chats]
-    return prompts, [chat[-1]["content"] for chat in chats], True
+    prompts, answers, is_rendered = [], [], False
+    row_format = find_format([n for n, v in (first_row(columns or {}, rows[0]) or {}).items() if v is not None])
+    for index, record in enumerate(rows):
+        row, where, problem = row_of(record, index, columns or {})
+        if problem:
+            raise ValueError(f"{where}: {problem}")
+        example = read_example(row, row_format, tokenizer.chat_template is not None)
+        is_rendered = bool(example.messages)
+        if row_format == "text" or (is_rendered and example.messages[-1]["role"] != "assistant"):
+            raise ValueError(f"{where}: --predict_with_generate needs test rows that end in an answer.")
+        prompt = example.prompt
+        if is_rendered:
+            prompt = render_prompt(example, tokenizer)
+        prompts.append(prompt)
+        answers.append(example.messages[-1]["content"] if is_rendered else example.completion)
+    return prompts, answers, is_rendered
+
+
+def preview(rows: Dataset, tokenizer: PreTrainedTokenizerBase, count: int) -> str:
+    """The first rows as text, what is learnt between >>> and <<<."""
+    shown = []
+    for index in range(min(count, len(rows))):
+        row, text, was_learnt = rows[index], "", False
+        for position, (token, label) in enumerate(zip(row["input_ids"], row["labels"])):
+            is_learnt = label != IGNORE_INDEX and position > 0
+            text += {(False, True): ">>>", (True, False): "<<<"}.get((was_learnt, is_learnt), "")
+            text += tokenizer.decode([token])
+            was_learnt = is_learnt
+        shown.append(f"row {index + 1} ({len(row['input_ids'])} tokens):\n{text}{'<<<' if was_learnt else ''}")
+    return "\n\n".join(shown)

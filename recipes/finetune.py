@@ -8,9 +8,10 @@
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it: arguments.py, batches.py, checkpoint.py, data.py, greedy_answers.py, hook_activation_checkpointing.py,
-hook_config.py, hook_keys.py, hook_wrap.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
-model_structure.py, optimizer.py, utils.py, wrap_report.py and a YAML.
+To copy it: architecture.py, arguments.py, batches.py, checkpoint.py, data.py, data_formats.py, data_sources.py,
+greedy_answers.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py,
+launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py, optimizer.py, packing.py,
+prepare_data.py, shrink.py, shrink_layers.py, utils.py, wrap_report.py and a YAML.
 """
 
 import math
@@ -22,10 +23,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from architecture import check_isolation
 from arguments import FinetuneArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
 from checkpoint import check_no_checkpoints, export_model, find_checkpoint, resume, save_checkpoint
-from data import load_rows, prompts_and_answers, tokenize_rows
+from data import preview
 from greedy_answers import before_and_after, exact_match, greedy_answers
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
@@ -40,6 +42,8 @@ from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
 from optimizer import make_optimizer, offload_state_between_steps, prepare
+from packing import pack_rows
+from prepare_data import prepare_data
 from torch import nn
 from transformers import get_scheduler
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
@@ -62,31 +66,29 @@ def main() -> None:
         arguments = parse_arguments(sample_dir=SAMPLE_DIR)
         hook_config = read_hook_config(arguments.accelerate_config)
     with stop_together():
-        trackers = [name for name in arguments.report_to if name != "none"] or None
-        scale, output_dir = arguments.fp16_initial_scale, arguments.output_dir
-        accelerator = make_accelerator(hook_config, scale, log_with=trackers, project_dir=output_dir)
-    is_cpu = accelerator.device.type == "cpu"
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+        trackers, output_dir = [name for name in arguments.report_to if name != "none"], arguments.output_dir
+        scale = arguments.fp16_initial_scale
+        accelerator = make_accelerator(hook_config, scale, log_with=trackers or None, project_dir=output_dir)
+    is_cpu, rank, world_size = accelerator.device.type == "cpu", accelerator.process_index, accelerator.num_processes
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
         tokenizer = load_tokenizer(arguments)
-        splits = arguments.dataset_train_split, arguments.dataset_test_split
-        train_set, test_set = load_rows(arguments.dataset_name, *splits)
-        train_rows, train_line = tokenize_rows(train_set, tokenizer, arguments.max_length, "train")
-        test_rows, test_line = [], "no test split: no evaluation"
-        if test_set is not None:
-            test_rows, test_line = tokenize_rows(test_set, tokenizer, arguments.max_length, "test")
-        prompts, expected, is_rendered = [], [], False
-        if arguments.predict_with_generate:
-            prompts, expected, is_rendered = prompts_and_answers(test_set, tokenizer)
+        data = prepare_data(arguments, tokenizer)
+    if arguments.preview:
+        accelerator.print("\n".join([*data.lines, preview(data.train, tokenizer, arguments.preview)]))
+        return end(accelerator)
 
     # Model and hooks. The order is fixed: load, adapters, recompute, (compile), wrap, optimizer, prepare.
     set_seed(arguments.seed)  # the same random adapters on every rank
     mesh = make_device_mesh(accelerator)
     with stop_together(), one_rank_at_a_time():
         model = load_model(arguments)
-        check_rows(model, train_rows + test_rows)
+        check_rows(model, data.train, data.test)
+        if arguments.packing:
+            check_isolation(model.config)
+            data.train, packed_line = pack_rows(data.train.to_list(), arguments.max_length)
+            data.lines.append(packed_line)
         export_dtype = saved_dtype(model) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         model = add_adapters(model, arguments)
         recomputed = plan_activation_checkpointing(model, hook_config)
@@ -109,7 +111,7 @@ def main() -> None:
             offload_state_between_steps(optimizer, accelerator.device)
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     rows_per_step = micro * accumulation * world_size
-    total_steps = count_steps(len(train_rows), rows_per_step, arguments.num_train_epochs, arguments.max_steps)
+    total_steps = count_steps(len(data.train), rows_per_step, arguments.num_train_epochs, arguments.max_steps)
     warmup_steps = arguments.warmup_steps if arguments.warmup_steps >= 1 else arguments.warmup_steps * total_steps
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, math.ceil(warmup_steps), total_steps)
     model, prepared_optimizer = prepare(accelerator, model, optimizer)
@@ -127,17 +129,18 @@ def main() -> None:
             if step >= total_steps:
                 raise ValueError(f"{checkpoint} is at step {step} of {total_steps}: nothing to do; raise --max_steps.")
             accelerator.print(f"resumed from {checkpoint}: step {step}, epoch {position['epoch']}")
-    print_start(accelerator, hook_config, arguments, [train_line, test_line], total_steps)
+    print_start(accelerator, hook_config, arguments, data.lines, total_steps)
     accelerator.init_trackers(Path(output_dir).name)
 
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
-    test_batches = evaluation_batches(test_rows, batch_size, rank, world_size, pad_token_id) if test_rows else []
-    answer_prompts = partial(
-        greedy_answers, accelerator, model, tokenizer, prompts, is_rendered, batch_size, arguments.max_new_tokens
-    )
+    test_batches = evaluation_batches(data.test, batch_size, rank, world_size, pad_token_id) if data.test else []
+    prompts, expected = data.prompts, data.answers
+    options = data.prompts_hold_begin, batch_size, arguments.max_new_tokens
+    answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, prompts, *options)
     before = answer_prompts() if prompts else []
     loader = {"pad_token_id": pad_token_id, "num_workers": arguments.dataloader_num_workers}
-    steps = training_steps(train_rows, micro, accumulation, rank, world_size, arguments.seed, **loader, **position)
+    loader["group_by_length"] = arguments.group_by_length
+    steps = training_steps(data.train, micro, accumulation, rank, world_size, arguments.seed, **loader, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, step)
     if test_batches:
         log.write(step, {"eval_loss": evaluate(accelerator, model, test_batches)})
@@ -258,12 +261,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, batches: Iterable[dict[
 
 
 def report_wrap(
-    accelerator: Accelerator,
-    model: nn.Module,
-    units: list[Unit],
-    recomputed: list[str],
-    config: HookConfig,
-    folder: str,
+    accelerator: Accelerator, model: nn.Module, units: list[Unit], recomputed: list[str], config: HookConfig, path: str
 ) -> None:
     """Read off the live model what the hooks did, stop if it is not what was planned, print and save it."""
     live = read_units(model)
@@ -272,7 +270,7 @@ def report_wrap(
     accelerator.print("\n".join([*module_tree(model, live), *summary_lines(report)]))
     for warning in [*warnings_for(report, model), *notes(config, accelerator.device.type == "cpu")]:
         accelerator.print(f"note: {warning}")
-    accelerator.on_main_process(save_report)(report, folder)
+    accelerator.on_main_process(save_report)(report, path)
 
 
 def print_start(

@@ -9,8 +9,10 @@ rank at a time, so that a machine holds one such copy.
 import os
 import warnings
 
+import numpy as np
 import torch
 from arguments import FinetuneArguments
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -101,10 +103,15 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
     return adapted
 
 
-def check_rows(model: nn.Module, rows: list[dict[str, list[int]]]) -> None:
+def check_rows(model: nn.Module, *data_sets: Dataset | None) -> None:
     """Raise ValueError for a token that the embedding does not have, or rows longer than a learned position table (a
     rotary model may go beyond its length)."""
-    longest, largest = max(len(row["input_ids"]) for row in rows), max(max(row["input_ids"]) for row in rows)
+    longest = largest = 0
+    for rows in data_sets:
+        for batch in rows.with_format("arrow").iter(10_000) if rows is not None else ():
+            ids = batch["input_ids"].combine_chunks()
+            longest = max(longest, int(np.diff(ids.offsets.to_numpy()).max()))
+            largest = max(largest, int(ids.flatten().to_numpy().max()))
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = model.get_input_embeddings().weight.shape[0]

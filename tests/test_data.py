@@ -11,8 +11,11 @@ import datasets
 import pytest
 import torch
 from batches import collate, count_steps, evaluation_batches, shuffled_order, split_rows, training_steps
-from data import first_bad_line, label_tokens, load_rows, render_chat, render_row, tokenize_rows
+from data import tokenize_rows
+from data_formats import read_chat, row_of
+from data_sources import load_rows
 from datasets import Dataset
+from label_mask import encode
 from losses import IGNORE_INDEX, micro_batch_loss, num_label_tokens, token_loss_sum
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -75,12 +78,27 @@ def learnt(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase
 
 
 def tokenize_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    text, spans = render_chat(messages, tokenizer)
-    return label_tokens(text, spans, tokenizer)
+    ids, labels, _ = encode(read_chat(messages, None, "messages"), tokenizer, True, True)
+    return ids, labels
 
 
 def tokenize(rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int = 64) -> tuple[list[dict], str]:
-    return tokenize_rows(Dataset.from_list(rows), tokenizer, max_length, "train")
+    kept, line = tokenize_rows(Dataset.from_list(rows), tokenizer, max_length, "train", allow_lost_rows=True)
+    return kept.to_list(), line
+
+
+def read(path: Path, train_split: str = "train") -> tuple[list[dict], list[dict] | None]:
+    """The rows of a file or folder as they are read, (train, test)."""
+    train, test = load_rows([str(path)], train_split, "test")
+    return rows_of(train), None if test is None else rows_of(test)
+
+
+def rows_of(rows: Dataset) -> list[dict]:
+    found = [row_of(record, index, {}) for index, record in enumerate(rows)]
+    problems = [f"{where}: {problem}" for _, where, problem in found if problem]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return [row for row, _, _ in found]
 
 
 # --- the label mask of a chat
@@ -127,8 +145,12 @@ def test_template_that_rewrites_an_earlier_turn_is_never_masked_silently() -> No
         "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     with pytest.raises(ValueError, match="turn 2 differently"):
-        render_chat(TURNS, toy_tokenizer(rewrites))
-    assert render_chat(TURNS[:2], toy_tokenizer(rewrites))[1]
+        tokenize_chat(TURNS, toy_tokenizer(rewrites))
+    letters = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenize_chat(letters, toy_tokenizer(rewrites))[1]
+    last_only = [dict(letters[0]), {**letters[1], "weight": 0}, dict(letters[0]), dict(letters[1])]
+    tokenizer = toy_tokenizer(rewrites)
+    assert learnt(*tokenize_chat(last_only, tokenizer), tokenizer) == ["b</s>"]
 
 
 def test_multi_turn_chat_of_a_thinking_template_is_masked_or_refused_by_name() -> None:
@@ -153,14 +175,22 @@ def test_template_without_generation_markers_still_learns_the_answers() -> None:
 # --- the seam, begin and end tokens
 
 
-def test_token_merged_across_the_seam_counts_as_answer() -> None:
-    tokenizer = toy_tokenizer()
-    assert len(tokenizer("o").input_ids) + len(tokenizer("w").input_ids) == 2
-    assert len(tokenizer("ow").input_ids) == 1
-    text, spans = render_row({"prompt": "ho", "completion": "w a"}, "prompt/completion", tokenizer)
-    ids, labels = label_tokens(text, spans, tokenizer)
-    assert tokenizer.convert_ids_to_tokens(ids) == ["h", "ow", " ", "a", "</s>"]
-    assert labels == [IGNORE_INDEX, *ids[1:]]
+def test_pair_whose_seam_a_token_would_cross_is_tokenised_apart_and_counted() -> None:
+    tokenizer = toy_tokenizer(adds_bos=True)
+    assert len(tokenizer("ow", add_special_tokens=False).input_ids) == 1
+    (row,), line = tokenize([{"prompt": "ho", "completion": "w a"}], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["<s>", "h", "o", "w", " ", "a", "</s>"]
+    assert row["labels"] == [IGNORE_INDEX] * 3 + row["input_ids"][3:]
+    assert "1 tokenised as prompt and completion apart" in line
+
+
+def test_chat_whose_answer_starts_inside_a_token_is_an_error_that_shows_the_tokens() -> None:
+    merging = TEMPLATE.replace("assistant:", "assistant:o").replace("m['role'] + ':'", "m['role'] + ':o'")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "wa"}]
+    with pytest.raises(ValueError, match=r"starts inside the token 'ow' \(around it: .*':', 'ow', 'a'"):
+        tokenize_chat(chat, toy_tokenizer(merging))
+    with pytest.raises(ValueError, match="train data: 1 bad row"):
+        tokenize([{"messages": chat}], toy_tokenizer(merging))
 
 
 def test_pad_equal_to_eos_does_not_mask_the_real_eos() -> None:
@@ -232,18 +262,18 @@ def test_over_long_rows_are_cut_and_counted() -> None:
     tokenizer = toy_tokenizer()
     kept, line = tokenize([{"text": "a" * n} for n in (3, 9, 10, 11, 30)], tokenizer, max_length=10)
     assert [len(row["input_ids"]) for row in kept] == [4, 10, 10, 10, 10]
-    assert "3 row(s) cut at max_length 10" in line
-    assert "0 left out" in line
+    assert "3 cut to 10 tokens" in line
+    assert "left out" not in line
 
 
 def test_prompt_as_long_as_the_limit_is_left_out_and_counted() -> None:
     tokenizer = toy_tokenizer()
     rows = [{"prompt": "a" * n, "completion": "b"} for n in (3, 9, 10, 11)]
     kept, line = tokenize(rows, tokenizer, max_length=10)
-    assert [len(row["input_ids"]) for row in kept] == [5, 10]
+    assert [len(row["input_ids"]) for row in kept] == [5]  # of the second, only the end of the answer was cut off
     assert all(num_label_tokens(torch.tensor([row["labels"]])) > 0 for row in kept)
-    assert "2 left out without a label" in line
-    assert "2 rows" in line
+    assert "3 without a label left" in line and "keep_end" in line
+    assert "1 rows" in line
 
 
 def test_line_counts_tokens_and_labels_that_are_trained() -> None:
@@ -268,7 +298,7 @@ CHAT = {"role": "assistant", "content": "b"}
         {"messages": None},
         {"messages": []},
         {"messages": [{"role": "user", "content": "a"}]},
-        {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
+        {"messages": [{"role": "narrator", "content": "a"}, {"role": "gpt", "content": "b"}]},
         {"messages": [{"role": "user", "content": None}, CHAT]},
         {
             "messages": [
@@ -283,7 +313,7 @@ CHAT = {"role": "assistant", "content": "b"}
 @pytest.mark.parametrize("name", ["sample", "llama3_1"])
 def test_bad_chat_names_its_row(name: str, bad: dict[str, Any]) -> None:
     good = {"messages": [{"role": "user", "content": "a"}, CHAT]}
-    with pytest.raises(ValueError, match="train data, row 2 "):
+    with pytest.raises(ValueError, match=r"1 bad row\(s\) of 3 \(messages\):\n- row 2: "):
         tokenize([good, bad, good], tokenizer_of(name))
 
 
@@ -297,7 +327,7 @@ def test_bad_chat_names_its_row(name: str, bad: dict[str, Any]) -> None:
 )
 def test_bad_pair_names_its_row(bad: dict[str, Any]) -> None:
     good = {"prompt": "a", "completion": "b"}
-    with pytest.raises(ValueError, match=r"train data, row 3 \(prompt/completion\)"):
+    with pytest.raises(ValueError, match=r"1 bad row\(s\) of 3 \(prompt/completion\):\n- row 3: "):
         tokenize([good, good, bad], toy_tokenizer())
 
 
@@ -308,7 +338,7 @@ def test_chat_that_the_template_itself_refuses_names_its_row() -> None:
         "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     good = {"messages": [{"role": "user", "content": "a"}, CHAT]}
-    with pytest.raises(ValueError, match=r"train data, row 2 \(messages\).*roles must alternate"):
+    with pytest.raises(ValueError, match=r"row 2: roles must alternate"):
         tokenize([good, {"messages": [CHAT, CHAT]}], toy_tokenizer(alternating))
 
 
@@ -319,8 +349,8 @@ def test_chat_without_a_template_is_refused_with_the_ways_out() -> None:
 
 def test_unknown_columns_are_refused_with_the_formats() -> None:
     with pytest.raises(ValueError) as caught:
-        tokenize([{"instruction": "a", "output": "b"}], toy_tokenizer())
-    for word in ("instruction", "messages", "prompt + completion", "text"):
+        tokenize([{"query": "a", "reply": "b"}], toy_tokenizer())
+    for word in ("query", "messages", "prompt + completion", "text"):
         assert word in str(caught.value)
 
 
@@ -348,7 +378,7 @@ GOOD = '{"text": "a"}\n'
 def test_bad_json_names_file_and_line(tmp_path: Path, content: bytes | str, line: int) -> None:
     path = write(tmp_path, "rows.jsonl", content)
     with pytest.raises(ValueError) as caught:
-        load_rows(str(path), "train", "test")
+        read(path)
     assert f"{path}, line {line}:" in str(caught.value)
 
 
@@ -356,7 +386,7 @@ def test_bad_line_in_a_folder_names_the_file(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", GOOD)
     bad = write(tmp_path, "test.jsonl", GOOD + "{\n")
     with pytest.raises(ValueError) as caught:
-        load_rows(str(tmp_path), "train", "test")
+        read(tmp_path)
     assert f"{bad}, line 2:" in str(caught.value)
 
 
@@ -371,15 +401,14 @@ def test_bom_blank_lines_crlf_and_no_final_newline_read_like_the_clean_file(tmp_
     }
     for form, text in forms.items():
         path = write(tmp_path, f"{form}.jsonl", text)
-        assert first_bad_line(path) is None, form
-        assert load_rows(str(path), "train", "test")[0]["text"] == ["a", "b\u2028c", "d"], form
+        assert [row["text"] for row in read(path)[0]] == ["a", "b\u2028c", "d"], form
 
 
 def test_empty_file_is_named(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows.json"):
         path = write(tmp_path, name, "")
         with pytest.raises(ValueError) as caught:
-            load_rows(str(path), "train", "test")
+            read(path)
         assert str(path) in str(caught.value)
         assert "is empty" in str(caught.value)
 
@@ -387,7 +416,7 @@ def test_empty_file_is_named(tmp_path: Path) -> None:
 def test_unknown_file_kind_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     path = write(tmp_path, "rows.docx", "x")
     with pytest.raises(ValueError, match=r"\.docx file, allowed: \.jsonl"):
-        load_rows(str(path), "train", "test")
+        read(path)
 
 
 def test_json_array_and_jsonl_and_folder_give_the_same_rows(tmp_path: Path) -> None:
@@ -398,16 +427,16 @@ def test_json_array_and_jsonl_and_folder_give_the_same_rows(tmp_path: Path) -> N
     write(folder, "train.jsonl", lines)
     write(folder, "test.jsonl", json.dumps(rows[0]) + "\n")
     for path in (write(tmp_path, "a.jsonl", lines), write(tmp_path, "a.json", json.dumps(rows)), folder):
-        train, test = load_rows(str(path), "train", "test")
-        assert train.to_list() == rows
+        train, test = read(path)
+        assert train == rows
         assert (test is None) == (path != folder)
-    assert test.to_list() == rows[:1]
+    assert test == rows[:1]
 
 
 def test_missing_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    write(tmp_path, "train.jsonl", GOOD)
-    with pytest.raises(ValueError, match="no split 'training'; it has: train"):
-        load_rows(str(tmp_path), "training", "test")
+    write(tmp_path, "test.jsonl", GOOD)
+    with pytest.raises(ValueError, match="no split 'train'; it has: test"):
+        read(tmp_path)
 
 
 # --- which rows each rank takes
@@ -622,7 +651,7 @@ def test_accumulated_micro_batches_of_unequal_length_equal_one_batch(world: int)
 
 def test_balancing_loss_is_weighted_by_the_share_of_label_tokens() -> None:
     class Experts(torch.nn.Module):
-        config = type("Config", (), {"router_aux_loss_coef": 0.5})()
+        config = LlamaConfig(router_aux_loss_coef=0.5)
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
             logits = torch.zeros(*input_ids.shape, 64)
