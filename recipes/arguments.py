@@ -1,7 +1,6 @@
 """The script's arguments, with the names of transformers' TrainingArguments and TRL's SFTConfig."""
 
 import difflib
-import importlib.util
 import json
 import os
 import sys
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import TextIO
 
 import yaml
+from argument_checks import check_arguments
 from transformers import HfArgumentParser, SchedulerType
 
-TRUNCATION_MODES = ("keep_start", "keep_end", "drop", "split")
 IN_THE_YAML = {  # arguments of TrainingArguments whose place here is the Accelerate YAML
     "bf16": "mixed_precision: bf16",
     "fp16": "mixed_precision: fp16",
@@ -49,6 +48,7 @@ class FinetuneArguments:
     validation_split_percentage: float = field(
         default=0.0, metadata={"help": "Share of the training rows held out where there is no test split."}
     )
+    streaming: bool = field(default=False, metadata={"help": "Read the rows while training; keeps none on disk."})
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
     max_length: int = field(default=1024, metadata={"help": "Tokens per row."})
     truncation_mode: str = field(
@@ -184,75 +184,3 @@ def read_arguments_file(path: str) -> list[str]:
             raise ValueError(f"{path}: {name}: found {value!r}, expected a value{' or a list' if takes_list else ''}.")
         words += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return words
-
-
-def check_arguments(arguments: FinetuneArguments) -> list[str]:
-    """Return every problem with these values, each with the rule."""
-    problems = []
-    for name in ("model_name_or_path", "dataset_name"):
-        if getattr(arguments, name) is None:
-            problems.append(f"--{name} is required (this folder has no sample/, or the other of the two was given)")
-    at_least = {
-        "max_length": 2,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "logging_steps": 1,
-        "max_new_tokens": 1,
-        "dataset_num_proc": 1,
-        "lora_r": 1,
-        "save_total_limit": 1,
-        "learning_rate": 0,
-        "warmup_steps": 0,
-        "weight_decay": 0,
-        "lora_dropout": 0,
-        "eval_steps": 0,
-        "save_steps": 0,
-        "dataloader_num_workers": 0,
-    }
-    for name, least in at_least.items():
-        value = getattr(arguments, name)
-        if value is not None and not value >= least:  # written so that nan is refused too
-            problems.append(f"--{name}: found {value}, allowed: {least} or more")
-    for name in ("max_grad_norm", "fp16_initial_scale"):
-        if not getattr(arguments, name) > 0:
-            problems.append(f"--{name}: found {getattr(arguments, name)}, allowed: above 0")
-    if arguments.max_steps <= 0 and arguments.num_train_epochs <= 0:
-        problems.append("--max_steps or --num_train_epochs must be above 0")
-    problems += check_data_arguments(arguments)
-    if arguments.lora_dropout >= 1:
-        problems.append(f"--lora_dropout: found {arguments.lora_dropout}, allowed: below 1")
-    for name in arguments.report_to:
-        if name not in ("none", "all") and importlib.util.find_spec(name) is None:
-            problems.append(f"--report_to {name}: not installed (pip install {name}), or use none")
-    folder = Path(arguments.output_dir)
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        problems.append(f"--output_dir {folder}: {existing} is not a folder that can be written to")
-    if arguments.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        problems.append(f"--dtype: found {arguments.dtype}, allowed: auto, float32, bfloat16, float16")
-    return problems
-
-
-def check_data_arguments(arguments: FinetuneArguments) -> list[str]:
-    """Return every problem with how data is read, cut and packed."""
-    problems = []
-    for name in ("preview", "validation_split_percentage"):
-        if not getattr(arguments, name) >= 0:
-            problems.append(f"--{name}: found {getattr(arguments, name)}, allowed: 0 or more")
-    uses_flash = (arguments.attn_implementation or "").startswith("flash")
-    if arguments.packing and uses_flash and arguments.per_device_train_batch_size > 1:
-        problems.append(
-            "--packing with flash attention: it tells documents apart in a batch of one row only; set "
-            "--per_device_train_batch_size 1 and raise --max_length instead"
-        )
-    if arguments.packing and arguments.group_by_length:
-        problems.append("--group_by_length has nothing to do under --packing; leave one out")
-    if arguments.truncation_mode not in TRUNCATION_MODES:
-        modes = ", ".join(TRUNCATION_MODES)
-        problems.append(f"--truncation_mode: found {arguments.truncation_mode}, allowed: {modes}")
-    if arguments.validation_split_percentage >= 100:
-        problems.append(f"--validation_split_percentage: found {arguments.validation_split_percentage}, below 100")
-    if any(not weight > 0 for weight in arguments.dataset_weights or ()):
-        problems.append(f"--dataset_weights: found {arguments.dataset_weights}, allowed: above 0")
-    return problems

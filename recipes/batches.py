@@ -91,6 +91,14 @@ def training_steps(
         epoch, rows_seen = epoch + 1, 0
 
 
+def collate_rows(
+    rows: Sequence[dict[str, list[int]]], indices: list[int], pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """One micro-batch of these rows, or of a filler without labels where there are none."""
+    chosen = [rows[index] for index in indices] or [RowsAndFiller(rows)[len(rows)]]
+    return (collate_packed if "position_ids" in chosen[0] else collate)(chosen, pad_token_id)
+
+
 def evaluation_batches(
     rows: Sequence[dict[str, list[int]]], batch_size: int, rank: int, world_size: int, pad_token_id: int
 ) -> DataLoader:

@@ -6,6 +6,7 @@ otherwise: assistant turns of a chat, the completion of a pair, everything of a 
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,7 @@ def tokenize_rows(
         ValueError: bad rows, naming file and line of the first ones; or too many rows without a label left.
     """
     columns = columns or {}
-    first = next((row for row in map(partial(first_row, columns), rows) if row), {})
-    row_format = find_format([name for name, value in first.items() if value is not None])
+    row_format = format_of(rows, columns)
     options = (max_length, truncation_mode, assistant_only_loss, completion_only_loss)
     function = partial(tokenize_batch, tokenizer=tokenizer, row_format=row_format, columns=columns, options=options)
     key = [VERSION, rows._fingerprint, tokenizer_key(tokenizer), row_format, sorted(columns.items()), options]
@@ -72,6 +72,35 @@ def tokenize_rows(
             desc=f"tokenising {which} rows",
         )
     return judge(made, which, row_format, max_length, len(rows), skip_bad_rows, allow_lost_rows)
+
+
+def format_of(records: Iterable[dict[str, Any]], columns: dict[str, str]) -> str:
+    """The format of the first record that can be read."""
+    first = next((row for row in map(partial(first_row, columns), records) if row), {})
+    return find_format([name for name, value in first.items() if value is not None])
+
+
+def tokenize_window(
+    records: list[dict[str, Any]],
+    first_index: int,
+    tokenizer: PreTrainedTokenizerBase,
+    row_format: str,
+    columns: dict[str, str],
+    options: tuple[int, str, bool, bool],
+    skip_bad_rows: bool,
+) -> list[dict[str, list[int]]]:
+    """Token rows of some records of a stream. Raises ValueError for bad ones, unless they are skipped."""
+    batch = {name: [record.get(name) for record in records] for name in records[0]}
+    indices = list(range(first_index, first_index + len(records)))
+    made = tokenize_batch(batch, indices, tokenizer, row_format, columns, options)
+    problems = [problem for problem in made["problem"] if problem]
+    if problems and not skip_bad_rows:
+        raise ValueError(f"train data: {len(problems)} bad row(s) in the stream:\n- " + "\n- ".join(problems[:SHOWN]))
+    return [
+        {"input_ids": ids, "labels": labels}
+        for ids, labels, state in zip(made["input_ids"], made["labels"], made["state"])
+        if state.startswith("kept")
+    ]
 
 
 def first_row(columns: dict[str, str], record: dict[str, Any]) -> dict[str, Any] | None:
@@ -178,7 +207,7 @@ def prompts_and_answers(
     if rows is None:
         raise ValueError("--predict_with_generate needs a test split, and this data set has none.")
     prompts, answers, is_rendered = [], [], False
-    row_format = find_format([n for n, v in (first_row(columns or {}, rows[0]) or {}).items() if v is not None])
+    row_format = format_of(rows, columns or {})
     for index, record in enumerate(rows):
         row, where, problem = row_of(record, index, columns or {})
         if problem:

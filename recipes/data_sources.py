@@ -77,7 +77,7 @@ def load_source(name: str, train_split: str, test_split: str) -> dict[str, Datas
             raise ValueError(f"--dataset_name {name}: found a {path.suffix or 'nameless'} file, allowed: {allowed}")
         return {train_split: read_files([path])}
     if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        if is_saved(path):
             saved = load_from_disk(name)
             return dict(saved) if isinstance(saved, DatasetDict) else {train_split: saved}
         return read_folder(path, train_split, test_split)
@@ -90,7 +90,42 @@ def load_source(name: str, train_split: str, test_split: str) -> dict[str, Datas
         ) from error
 
 
+def open_stream(names: list[str], split: str, train_split: str, test_split: str) -> Iterator[dict[str, Any]]:
+    """The records of one split of all sources, one source after the other, none of it kept.
+
+    Raises:
+        ValueError: no such data set or split.
+    """
+    for name in names:
+        path = Path(name)
+        if path.is_dir() and not is_saved(path):
+            files = files_by_split(path, train_split, test_split).get(split, [])
+        else:
+            files = [path] if path.is_file() and split == train_split else []
+        for file in files:
+            yield from all_rows([str(file)], []) if file.suffix in TEXT_FILES else Dataset.from_parquet(str(file))
+        if path.is_dir() and is_saved(path):
+            yield from load_source(name, train_split, test_split).get(split, ())
+        elif not path.exists():
+            try:
+                yield from load_dataset(name, split=split, streaming=True)
+            except Exception as error:
+                raise ValueError(
+                    f"--dataset_name {name} cannot be streamed: {type(error).__name__}: {error}"
+                ) from error
+
+
+def is_saved(folder: Path) -> bool:
+    """True for what `save_to_disk` wrote."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
 def read_folder(folder: Path, train_split: str, test_split: str) -> dict[str, Dataset]:
+    """The rows of a folder's data files by split."""
+    return {split: read_files(files) for split, files in files_by_split(folder, train_split, test_split).items()}
+
+
+def files_by_split(folder: Path, train_split: str, test_split: str) -> dict[str, list[Path]]:
     """The data files of a folder, each in the split that its name (or its folder's) says, else in the training one."""
     files = sorted(file for file in folder.rglob("*") if file.suffix in DATA_FILES and file.is_file())
     if not files:
@@ -101,7 +136,7 @@ def read_folder(folder: Path, train_split: str, test_split: str) -> dict[str, Da
         found = [split for split, names in SPLITS.items() if set(names) & set(words.split("-"))]
         split = train_split if not found else {"train": train_split, "test": test_split}[found[-1]]
         by_split.setdefault(split, []).append(file)
-    return {split: read_files(group) for split, group in by_split.items()}
+    return by_split
 
 
 def read_files(files: list[Path]) -> Dataset:

@@ -1,13 +1,18 @@
 """From the data arguments to token rows: load the sources, tokenise the splits, pick the questions to answer."""
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data import prompts_and_answers, tokenize_rows
-from data_sources import load_rows
+from data import format_of, prompts_and_answers, tokenize_rows, tokenize_window
+from data_sources import load_rows, open_stream
 from datasets import Dataset
+from streaming import Stream
 from transformers import PreTrainedTokenizerBase
+
+FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the format and what is learnt
 
 
 @dataclass
@@ -20,6 +25,7 @@ class Data:
     prompts: list[str]
     answers: list[str]
     prompts_hold_begin: bool
+    stream: Stream | None = None
 
 
 def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -31,14 +37,16 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
     name = arguments.dataset_name
     names = [name] if Path(name).exists() else [part.strip() for part in name.split(",")]
     columns = read_columns(arguments.dataset_columns)
-    train_set, test_set = load_rows(
-        names,
-        arguments.dataset_train_split,
-        arguments.dataset_test_split,
-        arguments.dataset_weights,
-        arguments.validation_split_percentage,
-        arguments.seed,
-    )
+    splits = arguments.dataset_train_split, arguments.dataset_test_split
+    if arguments.streaming:
+        train_set, test_set = (
+            Dataset.from_list(list(islice(open_stream(names, split, *splits), limit)))
+            for split, limit in zip(splits, (FIRST_ROWS, None))
+        )
+        test_set = test_set if len(test_set) else None
+    else:
+        weights, percentage = arguments.dataset_weights, arguments.validation_split_percentage
+        train_set, test_set = load_rows(names, *splits, weights, percentage, arguments.seed)
     options = {
         "max_length": arguments.max_length,
         "assistant_only_loss": arguments.assistant_only_loss,
@@ -56,7 +64,24 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
     questions = [], [], False
     if arguments.predict_with_generate:
         questions = prompts_and_answers(test_set, tokenizer, columns)
-    return Data(train, test, [train_line, test_line], *questions)
+    stream = None
+    if arguments.streaming:
+        train_line = f"train data: a stream; of its first {len(train_set):,} rows: {train_line}"
+        modes = options["max_length"], options["truncation_mode"]
+        learns = options["assistant_only_loss"], options["completion_only_loss"]
+        stream = Stream(
+            partial(open_stream, names, splits[0], *splits),
+            partial(
+                tokenize_window,
+                tokenizer=tokenizer,
+                row_format=format_of(train_set, columns),
+                columns=columns,
+                options=(*modes, *learns),
+                skip_bad_rows=arguments.skip_bad_rows,
+            ),
+            arguments.max_length if arguments.packing else 0,
+        )
+    return Data(train, test, [train_line, test_line], *questions, stream)
 
 
 def read_columns(given: str | None) -> dict[str, str]:

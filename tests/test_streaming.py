@@ -1,0 +1,98 @@
+"""A stream gives every row once per epoch, in one order for any number of ranks, and goes on where a run stopped."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streaming
+from data_sources import open_stream
+from streaming import Stream, stream_steps
+from test_data import write
+
+STEPS = list(itertools.product((1, 2, 3), (1, 2), (7, 8, 23)))
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "WINDOW", 5)
+
+
+def numbers(count: int, packed_length: int = 0) -> Stream:
+    """Records 0, 1, 2, ...; each becomes a row of its number, twice."""
+
+    def tokenise(records: list[int], first: int) -> list[dict[str, list[int]]]:
+        assert records == list(range(first, first + len(records)))
+        return [{"input_ids": [number, number], "labels": [number, number]} for number in records]
+
+    return Stream(lambda: iter(range(count)), tokenise, packed_length)
+
+
+def take(stream: Stream, epochs: int, rank: int, world: int, micro: int, **position: int) -> list[tuple[list, dict]]:
+    """(numbers seen per micro-batch, position) of each step, up to the end of an epoch."""
+    steps = []
+    for batches, after in stream_steps(stream, micro, 2, rank, world, 0, 99, **position):
+        seen = [b["input_ids"][:, 0].tolist() if (b["labels"][:, 1:] != -100).any() else [] for b in batches]
+        steps.append((seen, after))
+        if after["epoch"] == epochs:
+            return steps
+    raise AssertionError("a stream has no end")
+
+
+@pytest.mark.parametrize(("world", "micro", "count"), STEPS)
+def test_every_record_is_seen_once_per_epoch_and_all_ranks_take_as_many_micro_batches(
+    world: int, micro: int, count: int
+) -> None:
+    ranks = [take(numbers(count), 2, rank, world, micro) for rank in range(world)]
+    assert len({len(steps) for steps in ranks}) == 1
+    for epoch in (0, 1):
+        seen = []
+        for step in zip(*ranks):
+            assert len({len(batches) for batches, _ in step}) == 1
+            after = step[0][1]
+            is_in = (after["epoch"] == epoch and after["rows_seen"]) or after == {"epoch": epoch + 1, "rows_seen": 0}
+            seen += [n for batches, _ in step if is_in for batch in batches for n in batch]
+        assert sorted(seen) == list(range(count))
+
+
+def test_order_is_that_of_one_rank_and_resumes_at_any_step_on_any_number_of_ranks() -> None:
+    alone = [n for batches, _ in take(numbers(23), 1, 0, 1, 4) for batch in batches for n in batch]
+    assert alone != sorted(alone)
+    halves = [take(numbers(23), 1, rank, 2, 2) for rank in range(2)]
+    together = [n for step in zip(*halves) for pair in zip(*(batches for batches, _ in step)) for b in pair for n in b]
+    assert together == alone
+    position = take(numbers(23), 1, 0, 1, 2)[2][1]
+    rest = [n for batches, _ in take(numbers(23), 1, 0, 1, 3, **position) for batch in batches for n in batch]
+    assert rest == alone[position["rows_seen"] :]
+
+
+def test_stream_is_packed_window_by_window() -> None:
+    batches, _ = next(stream_steps(numbers(10, packed_length=6), 1, 2, 0, 1, 0, 99))
+    assert all(
+        batch["position_ids"][0].tolist()[:4] == [0, 1, 0, 1] and "attention_mask" not in batch for batch in batches
+    )
+
+
+def test_bad_row_in_the_middle_ends_with_one_message(capsys: pytest.CaptureFixture) -> None:
+    def tokenise(records: list[int], first: int) -> list[dict[str, list[int]]]:
+        if first:
+            raise ValueError("a.jsonl, line 7: is not JSON")
+        return [{"input_ids": [1, 1], "labels": [1, 1]} for _ in records]
+
+    steps = stream_steps(Stream(lambda: iter(range(10)), tokenise), 1, 1, 0, 1, 0, 99)
+    with pytest.raises(SystemExit) as stopped:
+        for _ in range(10):
+            next(steps)
+    assert stopped.value.code == 1 and capsys.readouterr().err.count("line 7: is not JSON") == 1
+
+
+def test_files_and_folders_are_streamed_split_by_split(tmp_path: Path) -> None:
+    for name in ("train-0", "train-1", "test"):
+        write(tmp_path, f"{name}.jsonl", "".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(2)))
+
+    def texts(split: str) -> list[Any]:
+        return [json.loads(r["_row"])["text"] for r in open_stream([str(tmp_path)], split, "train", "test")]
+
+    assert texts("train") == ["train-0 0", "train-0 1", "train-1 0", "train-1 1"]
+    assert texts("test") == ["test 0", "test 1"]
