@@ -140,12 +140,11 @@ def main() -> None:
     options = data.prompts_hold_begin, batch_size, arguments.max_new_tokens
     answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, prompts, *options)
     before = answer_prompts() if prompts else []
-    loader = {"pad_token_id": pad_token_id, "num_workers": arguments.dataloader_num_workers}
-    loader["group_by_length"] = arguments.group_by_length
-    share = micro, accumulation, rank, world_size, arguments.seed
-    steps = training_steps(data.train, *share, **loader, **position)
+    share = micro, accumulation, rank, world_size, arguments.seed, pad_token_id
+    workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
+    steps = training_steps(data.train, *share, workers, is_grouped, **position)
     if data.stream is not None:
-        steps = stream_steps(data.stream, *share, pad_token_id, **position)
+        steps = stream_steps(data.stream, *share, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, step)
     if test_batches:
         log.write(step, {"eval_loss": evaluate(accelerator, model, test_batches)})

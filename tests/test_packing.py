@@ -237,7 +237,7 @@ MODES = pytest.mark.parametrize(("is_training", "recomputes"), [(False, False), 
 def test_packed_documents_do_not_see_each_other(
     attention: str, num_rows: int, is_training: bool, recomputes: bool
 ) -> None:
-    """Within 1e-5: fp32 sums over another number of keys. The padding has other ids, so it would show as well."""
+    """Within 1e-5: fp32 sums over another number of keys. Other ids in the padding must change nothing at all."""
     model = llama(attention, is_training, recomputes)
     packed, batch = packed_case(num_rows)
     logits = run(model, batch)
