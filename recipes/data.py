@@ -17,8 +17,7 @@ from data_formats import find_format, read_example, row_of
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from filelock import FileLock
-from jinja2 import TemplateError
-from label_mask import IGNORE_INDEX, encode, fit, render_prompt
+from label_mask import IGNORE_INDEX, encode_all, fit, render_prompt
 from transformers import PreTrainedTokenizerBase
 
 MAX_LOST = 0.1  # share of rows that may lose their whole answer to max_length without --allow_lost_rows
@@ -180,16 +179,23 @@ def tokenize_batch(
             out[name].append(value)
 
     max_length, truncation_mode, *learns = options
+    examples, found = [], {}
     for i, index in enumerate(indices):
         row, where, problem = row_of({name: values[i] for name, values in batch.items()}, index, columns)
         try:
             if problem:
                 raise ValueError(problem)
-            example = read_example(row, row_format, tokenizer.chat_template is not None)
-            ids, labels, is_apart = encode(example, tokenizer, *learns)
-        except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
-            add([], [], "bad", f"{where}: {error}")
+            examples.append(read_example(row, row_format, tokenizer.chat_template is not None))
+            found[index] = where, len(examples) - 1, None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found[index] = where, None, error
+    encoded = encode_all(examples, tokenizer, *learns)
+    for where, number, error in found.values():
+        result = error or encoded[number]
+        if isinstance(result, Exception):
+            add([], [], "bad", f"{where}: {result}")
             continue
+        ids, labels, is_apart = result
         is_text = row_format == "text"
         for *part, state in fit(ids, labels, max_length, truncation_mode, is_text, tokenizer.bos_token_id):
             add(*part, f"{state} apart" if is_apart else state)

@@ -5,14 +5,17 @@ which is checked: a template that writes earlier turns differently later on is a
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from data_formats import Example
+from jinja2 import TemplateError
 from losses import IGNORE_INDEX
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Spans = list[tuple[int, int]]
+Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, and the characters where each begins and ends
 Part = tuple[list[int], list[int], str]  # input ids, labels, what happened to them
 
 
@@ -114,37 +117,70 @@ class MergedSeam(ValueError):
     """A token begins before an answer and ends inside it: no prompt could ever lead the model to it."""
 
 
-def encode(
-    example: Example, tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool, completion_only_loss: bool
-) -> tuple[list[int], list[int], bool]:
-    """Return (input ids, labels, whether a pair was tokenised apart because a token would cross its seam)."""
-    text, spans = render(example, tokenizer, assistant_only_loss, completion_only_loss)
-    try:
-        return *label_tokens(text, spans, tokenizer), False
-    except MergedSeam:
-        if example.messages:
-            raise
-    # As at inference: the prompt's own tokens, then the completion's.
-    prompt, _ = label_tokens(text[: len(example.prompt)], [], tokenizer)
-    rest = tokenizer(text[len(example.prompt) :], add_special_tokens=False, verbose=False)["input_ids"]
-    return prompt + rest, [IGNORE_INDEX] * len(prompt) + rest, True
+def encode_all(
+    examples: list[Example], tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool, completion_only_loss: bool
+) -> list[tuple[list[int], list[int], bool] | Exception]:
+    """Return, for each example, (input ids, labels, whether a pair was tokenised apart), or what is wrong with it.
+
+    A pair is tokenised apart, as at inference, where a token would cross the seam between prompt and completion.
+    """
+    results: list[Any] = []
+    for example in examples:
+        try:
+            results.append(render(example, tokenizer, assistant_only_loss, completion_only_loss))
+        except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+            results.append(error)
+    good = [index for index, result in enumerate(results) if not isinstance(result, Exception)]
+    for index, tokens in zip(good, tokenize_texts([results[index][0] for index in good], tokenizer)):
+        (text, spans), example = results[index], examples[index]
+        try:
+            results[index] = (*label_tokens(tokens, text, spans, tokenizer), False)
+        except MergedSeam as error:
+            results[index] = error if example.messages else (*encode_apart(example.prompt, text, tokenizer), True)
+    return results
 
 
-def label_tokens(text: str, spans: Spans, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Tokenize once and label every token that lies in a span.
+def encode_apart(prompt: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The prompt's own tokens, then the completion's."""
+    ((ids, _, _),) = tokenize_texts([prompt], tokenizer)
+    rest = tokenizer(text[len(prompt) :], add_special_tokens=False, verbose=False)["input_ids"]
+    return ids.tolist() + rest, [IGNORE_INDEX] * len(ids) + rest
+
+
+def tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """Return the tokens of each text.
 
     Exactly one begin token for a tokenizer that uses one: its own, unless the text (a chat template's) starts with it.
     An end token that the tokenizer appends is dropped: the text ends as its format says.
+    """
+    has_begin = [tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token) for text in texts]
+    results: list[Tokens] = [()] * len(texts)
+    for writes_begin in (False, True):
+        chosen = [index for index, has in enumerate(has_begin) if has == writes_begin]
+        if not chosen:
+            continue
+        encoded = tokenizer(
+            [texts[index] for index in chosen],
+            add_special_tokens=not writes_begin,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        for index, token_ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"]):
+            ids, (starts, ends) = np.asarray(token_ids), np.asarray(offsets).reshape(-1, 2).T
+            is_own = (starts < ends) | ~np.isin(ids, tokenizer.all_special_ids) | (np.arange(len(ids)) == 0)
+            results[index] = ids[is_own], starts[is_own], ends[is_own]
+    return results
+
+
+def label_tokens(
+    tokens: Tokens, text: str, spans: Spans, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[int]]:
+    """Return (input ids, labels): every token that lies in a span is learnt.
 
     Raises:
         MergedSeam: a token begins before a span and ends inside it.
     """
-    has_begin = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    encoded = tokenizer(text, add_special_tokens=not has_begin, return_offsets_mapping=True, verbose=False)
-    ids = np.asarray(encoded["input_ids"])
-    starts, ends = np.asarray(encoded["offset_mapping"]).reshape(-1, 2).T
-    is_appended = (starts == ends) & np.isin(ids, tokenizer.all_special_ids) & (np.arange(len(ids)) > 0)
-    ids, starts, ends = ids[~is_appended], starts[~is_appended], ends[~is_appended]
+    ids, starts, ends = tokens
     is_learnt = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         is_learnt |= (starts < end) & (ends > start)

@@ -1,8 +1,8 @@
 """Measure what the recipes claim, ours and others side by side in one run.
 
-    .venv/bin/python tests/bench.py packing
+    .venv/bin/python tests/bench.py packing preparing
 
-The packing section compares with TRL where it is installed, for instance beside the virtual environment:
+Both sections compare with TRL where it is installed, for instance beside the virtual environment:
     pip install --target /tmp/trl --no-deps trl==1.16.0
     PYTHONPATH=/tmp/trl .venv/bin/python tests/bench.py packing
 """
@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import platform
 import sys
+import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -23,9 +24,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import datasets
 import numpy as np
 import pyarrow as pa
-from packing import plan_packing
+from data import tokenize_rows
+from data_sources import load_rows
+from packing import pack_rows, plan_packing
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 MAX_LENGTH = 2048
+ROOT = Path(__file__).parents[1]
+RECIPES, SHARED_DATA = ROOT / "recipes", ROOT.parent / "shared" / "cases" / "data"
+PREPARED = (  # name, file, how many times over
+    ("sample chats", RECIPES / "sample" / "data" / "train.jsonl", 3),
+    ("gsm8k pairs", SHARED_DATA / "gsm8k_test.jsonl", 8),
+    ("mlx pairs", SHARED_DATA / "mlx_prompt_completion_valid.jsonl", 20),
+)
 
 
 def main() -> None:
@@ -84,6 +95,59 @@ def packers(lengths: np.ndarray) -> dict[str, Callable[[], int]]:
                 pack_dataset(documents, MAX_LENGTH, "bfd", options)
             )
     return packers
+
+
+def preparing() -> Iterator[str]:
+    """Seconds from raw rows to packed rows of tokens and masks, in one process each, caches empty.
+
+    TRL's is what SFTTrainer's constructor takes longer with raw rows than with rows that are tokens already.
+    """
+    if not has_trl():
+        yield "TRL is not installed, so it is left out; the docstring of this file says how to add it."
+    tokenizer = AutoTokenizer.from_pretrained(RECIPES / "sample" / "model")
+    for name, file, repeats in PREPARED:
+        if not file.is_file():
+            yield f"{file} is not part of a clone; left out"
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            rows_file = Path(folder, file.name)
+            rows_file.write_bytes(file.read_bytes() * repeats)
+            datasets.config.HF_DATASETS_CACHE = Path(folder)
+            columns = {"prompt": "question", "completion": "answer"} if name.startswith("gsm8k") else {}
+            start = time.perf_counter()
+            rows, _ = load_rows([str(rows_file)], "train", "test")
+            kept, _ = tokenize_rows(rows, tokenizer, 1024, "train", columns=columns)
+            read_s = time.perf_counter() - start
+            packed, _ = pack_rows(kept.to_list(), 1024)
+            ours_s = time.perf_counter() - start
+            line = (
+                f"{name}: {len(rows):,} rows into {len(packed):,} | ours {ours_s:.2f} s ({read_s:.2f} before packing)"
+            )
+            if has_trl():
+                theirs_s = trl_preparation(rows_file, columns, tokenizer, Path(folder))
+                line += f" | trl {version('trl')} {theirs_s:.2f} s | trl / ours {theirs_s / ours_s:.2f}"
+            yield line
+
+
+def trl_preparation(file: Path, columns: dict[str, str], tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
+    """Seconds that SFTTrainer takes for reading, tokenising and packing, what the rest of it takes left out."""
+    from trl import SFTConfig, SFTTrainer
+
+    def construct(rows: datasets.Dataset) -> float:
+        options = {"max_length": 1024, "packing": True, "report_to": "none", "use_cpu": True, "bf16": False}
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=2048))
+        start = time.perf_counter()
+        config = SFTConfig(output_dir=str(folder), completion_only_loss=None, **options)
+        SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+        return time.perf_counter() - start
+
+    construct(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]]}))  # what is imported the first time
+    rest_s = construct(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]]}))
+    start = time.perf_counter()
+    rows = datasets.load_dataset("json", data_files=str(file), cache_dir=str(folder))["train"]
+    rows = rows.rename_columns({theirs: ours for ours, theirs in columns.items()})
+    return time.perf_counter() - start + construct(rows) - rest_s
 
 
 def has_trl() -> bool:
@@ -152,7 +216,7 @@ def trl_planning(lengths: np.ndarray) -> int:
     return len(bins)
 
 
-SECTIONS: dict[str, Callable[[], Iterator[str]]] = {"packing": packing}
+SECTIONS: dict[str, Callable[[], Iterator[str]]] = {"packing": packing, "preparing": preparing}
 
 if __name__ == "__main__":
     datasets.disable_progress_bars()

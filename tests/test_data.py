@@ -15,7 +15,7 @@ from data import tokenize_rows
 from data_formats import read_chat, row_of
 from data_sources import load_rows
 from datasets import Dataset
-from label_mask import encode
+from label_mask import encode_all
 from losses import IGNORE_INDEX, micro_batch_loss, num_label_tokens, token_loss_sum
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -78,8 +78,10 @@ def learnt(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase
 
 
 def tokenize_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    ids, labels, _ = encode(read_chat(messages, None, "messages"), tokenizer, True, True)
-    return ids, labels
+    (result,) = encode_all([read_chat(messages, None, "messages")], tokenizer, True, True)
+    if isinstance(result, Exception):
+        raise result
+    return result[:2]
 
 
 def tokenize(rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int = 64) -> tuple[list[dict], str]:
