@@ -58,6 +58,7 @@ class FinetuneArguments:
     group_by_length: bool = field(default=False, metadata={"help": "Rows of similar length together, less padding."})
     assistant_only_loss: bool = field(default=True, metadata={"help": "Of a chat, learn the assistant's turns only."})
     completion_only_loss: bool = field(default=True, metadata={"help": "Of a pair, learn the completion only."})
+    mask_history: bool = field(default=False, metadata={"help": "Of a chat, learn the last answer only."})
     skip_bad_rows: bool = field(default=False, metadata={"help": "Leave out rows that cannot be read, and list them."})
     allow_lost_rows: bool = field(
         default=False, metadata={"help": "Go on though more than a tenth of the rows lose their answer to max_length."}

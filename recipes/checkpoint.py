@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from model_structure import base_model
+from model_structure import base_model, set_use_cache
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ def export_model(
     weights = get_model_state_dict(model, options=options)  # empty on all ranks but the first
     if accelerator.is_main_process:
         config = base_model(model).config
-        training_cache, config.use_cache = config.use_cache, True
+        set_use_cache(model, True)
         if not is_adapter:
             weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
             for name in getattr(model, "all_tied_weights_keys", None) or ():
@@ -119,5 +119,5 @@ def export_model(
             config.dtype = dtype  # save_pretrained wrote the dtype of the fp32 masters
             config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        config.use_cache = training_cache
+        set_use_cache(model, False)
     accelerator.wait_for_everyone()

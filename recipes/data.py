@@ -6,14 +6,15 @@ otherwise: assistant turns of a chat, the completion of a pair, everything of a 
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from data_formats import find_format, read_example, row_of
+from data_formats import FORMATS, Example, find_format, read_example, row_of
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from filelock import FileLock
@@ -21,9 +22,9 @@ from label_mask import IGNORE_INDEX, encode_all, fit, render_prompt
 from transformers import PreTrainedTokenizerBase
 
 MAX_LOST = 0.1  # share of rows that may lose their whole answer to max_length without --allow_lost_rows
-SHOWN = 5  # bad rows that an error lists
+SHOWN, LISTED = 5, 100  # bad rows that an error shows, and that --skip_bad_rows lists
 BATCH = 500
-VERSION = 1  # raise when the same row would be tokenised in another way: cached results are then made again
+VERSION = 2  # raise when the same row would be tokenised in another way: cached results are then made again
 
 
 def tokenize_rows(
@@ -38,6 +39,7 @@ def tokenize_rows(
     skip_bad_rows: bool = False,
     allow_lost_rows: bool = False,
     num_proc: int | None = None,
+    mask_history: bool = False,
 ) -> tuple[Dataset, str]:
     """Return (rows of input_ids and labels, what happened as text).
 
@@ -48,10 +50,9 @@ def tokenize_rows(
         ValueError: bad rows, naming file and line of the first ones; or too many rows without a label left.
     """
     columns = columns or {}
-    row_format = format_of(rows, columns)
-    options = (max_length, truncation_mode, assistant_only_loss, completion_only_loss)
-    function = partial(tokenize_batch, tokenizer=tokenizer, row_format=row_format, columns=columns, options=options)
-    key = [VERSION, rows._fingerprint, tokenizer_key(tokenizer), row_format, sorted(columns.items()), options]
+    options = (max_length, truncation_mode, assistant_only_loss, completion_only_loss, mask_history)
+    function = partial(tokenize_batch, tokenizer=tokenizer, columns=columns, options=options)
+    key = [VERSION, rows._fingerprint, tokenizer_key(tokenizer), sorted(columns.items()), options]
     fingerprint = Hasher.hash(key)
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
@@ -64,34 +65,29 @@ def tokenize_rows(
             remove_columns=rows.column_names,
             num_proc=num_proc,
             new_fingerprint=fingerprint,
+            cache_file_name=str(cache / f"tokenized-{fingerprint}.arrow"),
             features=datasets.Features(
                 {"input_ids": datasets.List(datasets.Value("int32")), "labels": datasets.List(datasets.Value("int32"))}
                 | {"state": datasets.Value("string"), "problem": datasets.Value("large_string")}
             ),
             desc=f"tokenising {which} rows",
         )
-    return judge(made, which, row_format, max_length, len(rows), skip_bad_rows, allow_lost_rows)
-
-
-def format_of(records: Iterable[dict[str, Any]], columns: dict[str, str]) -> str:
-    """The format of the first record that can be read."""
-    first = next((row for row in map(partial(first_row, columns), records) if row), {})
-    return find_format([name for name, value in first.items() if value is not None])
+    return judge(made, which, max_length, len(rows), skip_bad_rows, allow_lost_rows)
 
 
 def tokenize_window(
     records: list[dict[str, Any]],
     first_index: int,
     tokenizer: PreTrainedTokenizerBase,
-    row_format: str,
     columns: dict[str, str],
-    options: tuple[int, str, bool, bool],
+    options: tuple[int, str, bool, bool, bool],
     skip_bad_rows: bool,
 ) -> list[dict[str, list[int]]]:
     """Token rows of some records of a stream. Raises ValueError for bad ones, unless they are skipped."""
-    batch = {name: [record.get(name) for record in records] for name in records[0]}
+    names = dict.fromkeys(name for record in records for name in record)
+    batch = {name: [record.get(name) for record in records] for name in names}
     indices = list(range(first_index, first_index + len(records)))
-    made = tokenize_batch(batch, indices, tokenizer, row_format, columns, options)
+    made = tokenize_batch(batch, indices, tokenizer, columns, options)
     problems = [problem for problem in made["problem"] if problem]
     if problems and not skip_bad_rows:
         raise ValueError(f"train data: {len(problems)} bad row(s) in the stream:\n- " + "\n- ".join(problems[:SHOWN]))
@@ -102,12 +98,6 @@ def tokenize_window(
     ]
 
 
-def first_row(columns: dict[str, str], record: dict[str, Any]) -> dict[str, Any] | None:
-    """The row of a record that can be read."""
-    row, _, problem = row_of(record, 0, columns)
-    return None if problem else row
-
-
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """All of a tokenizer that decides about ids and masks."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -116,16 +106,19 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def judge(
-    made: Dataset, which: str, row_format: str, max_length: int, num_rows: int, skip_bad: bool, allow_lost: bool
+    made: Dataset, which: str, max_length: int, num_rows: int, skip_bad: bool, allow_lost: bool
 ) -> tuple[Dataset, str]:
     """Keep what can be learnt, say what happened to the rest, and stop where it is too much."""
     states = made["state"][:]
     counts = Counter(state for state in states for state in state.split())
     problems = [problem for problem in made["problem"][:] if problem]
-    shown = "\n- ".join(problems[:SHOWN] + [f"and {len(problems) - SHOWN} more"] * (len(problems) > SHOWN))
+    listed = LISTED if skip_bad else SHOWN
+    shown = "\n- ".join(problems[:listed] + [f"and {len(problems) - listed:,} more"] * (len(problems) > listed))
     if problems and not skip_bad:
         fix = "Mend them, or leave them out with --skip_bad_rows."
-        raise ValueError(f"{which} data: {len(problems)} bad row(s) of {num_rows:,} ({row_format}):\n- {shown}\n{fix}")
+        raise ValueError(f"{which} data: {len(problems):,} bad row(s) of {num_rows:,}:\n- {shown}\n{fix}")
+    formats = {name: counts[name.replace("/", "+")] for name in FORMATS if counts[name.replace("/", "+")]}
+    row_format = " and ".join(formats) if len(formats) < 2 else ", ".join(f"{n}: {c:,}" for n, c in formats.items())
     kept = made.select(np.flatnonzero([state.startswith("kept") for state in states]))
     kept = kept.remove_columns(["state", "problem"])
     tokens, labels = count_tokens(kept)
@@ -137,6 +130,8 @@ def judge(
         "split": "pieces of split rows",
         "unlabelled": "pieces without a label left out",
         "dropped": f"longer than {max_length} and dropped",
+        "headless": "answers whose beginning was cut off",
+        "special": "with the text of a control token in their content",
         "lost": "without a label left",
     }
     line += "".join(f"; {counts[state]:,} {word}" for state, word in words.items() if counts[state])
@@ -167,9 +162,8 @@ def tokenize_batch(
     batch: dict[str, list],
     indices: list[int],
     tokenizer: PreTrainedTokenizerBase,
-    row_format: str,
     columns: dict[str, str],
-    options: tuple[int, str, bool, bool],
+    options: tuple[int, str, bool, bool, bool],
 ) -> dict[str, list]:
     """Turn some records into rows of tokens; a bad record becomes an empty row with its problem."""
     out: dict[str, list] = {"input_ids": [], "labels": [], "state": [], "problem": []}
@@ -178,55 +172,77 @@ def tokenize_batch(
         for name, value in (("input_ids", ids), ("labels", labels), ("state", state), ("problem", problem)):
             out[name].append(value)
 
-    max_length, truncation_mode, *learns = options
-    examples, found = [], {}
-    for i, index in enumerate(indices):
-        row, where, problem = row_of({name: values[i] for name, values in batch.items()}, index, columns)
-        try:
-            if problem:
-                raise ValueError(problem)
-            examples.append(read_example(row, row_format, tokenizer.chat_template is not None))
-            found[index] = where, len(examples) - 1, None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            found[index] = where, None, error
-    encoded = encode_all(examples, tokenizer, *learns)
-    for where, number, error in found.values():
-        result = error or encoded[number]
+    max_length, truncation_mode, assistant_only, completion_only, mask_history = options
+    records = [{name: values[i] for name, values in batch.items()} for i in range(len(indices))]
+    found = [read_record(*pair, columns, tokenizer, mask_history) for pair in zip(records, indices)]
+    examples = [example for _, _, example in found if isinstance(example, Example)]
+    encoded = iter(encode_all(examples, tokenizer, assistant_only, completion_only))
+    for where, row_format, example in found:
+        result = next(encoded) if isinstance(example, Example) else example
         if isinstance(result, Exception):
             add([], [], "bad", f"{where}: {result}")
             continue
         ids, labels, is_apart = result
-        is_text = row_format == "text"
-        for *part, state in fit(ids, labels, max_length, truncation_mode, is_text, tokenizer.bos_token_id):
-            add(*part, f"{state} apart" if is_apart else state)
+        notes = (
+            f" {row_format.replace('/', '+')}" + " apart" * is_apart + " special" * holds_special(example, tokenizer)
+        )
+        is_whole = row_format == "text" or not (assistant_only if example.messages else completion_only)
+        for *part, state in fit(ids, labels, max_length, truncation_mode, is_whole, tokenizer.bos_token_id):
+            add(*part, state + notes)
     return out
 
 
+def read_record(
+    record: dict[str, Any],
+    index: int,
+    columns: dict[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    mask_history: bool = False,
+) -> tuple[str, str, Example | Exception]:
+    """Return (where the row stands, its format, what it means or what is wrong with it)."""
+    row, where, problem = row_of(record, index, columns)
+    try:
+        if problem:
+            raise ValueError(problem)
+        row_format = find_format(row, columns)
+        example = read_example(row, row_format, tokenizer.chat_template is not None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return where, "", error
+    if mask_history and example.messages:
+        last = max(i for i, is_learnt in enumerate(example.is_learnt) if is_learnt)
+        example.is_learnt = [i == last for i in range(len(example.is_learnt))]
+    return where, row_format, example
+
+
+def holds_special(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a control token stands in the text of a row: it becomes that token, and may end a turn in the middle."""
+    texts = [message["content"] for message in example.messages] or [example.prompt, example.completion]
+    return any(token in text for text in texts for token in tokenizer.all_special_tokens if len(token) > 3)
+
+
 def prompts_and_answers(
-    rows: Dataset | None, tokenizer: PreTrainedTokenizerBase, columns: dict[str, str] | None = None
+    rows: Dataset | None, tokenizer: PreTrainedTokenizerBase, columns: dict[str, str], skip_bad_rows: bool
 ) -> tuple[list[str], list[str], bool]:
     """Return (prompt texts, expected answers, whether the prompts already hold their begin token).
 
     Raises:
-        ValueError: the rows have no answer to compare with (plain text, or a chat that does not end in one).
+        ValueError: a row without an answer to compare with (plain text, or a chat that does not end in one).
     """
     if rows is None:
         raise ValueError("--predict_with_generate needs a test split, and this data set has none.")
     prompts, answers, is_rendered = [], [], False
-    row_format = format_of(rows, columns or {})
     for index, record in enumerate(rows):
-        row, where, problem = row_of(record, index, columns or {})
-        if problem:
-            raise ValueError(f"{where}: {problem}")
-        example = read_example(row, row_format, tokenizer.chat_template is not None)
+        where, row_format, example = read_record(record, index, columns, tokenizer)
+        if isinstance(example, Exception):
+            if skip_bad_rows:
+                continue
+            raise ValueError(f"{where}: {example}") from example
+        last = example.messages[-1] if example.messages else {"role": "assistant", "content": example.completion}
+        if row_format == "text" or last["role"] != "assistant" or not last["content"]:
+            raise ValueError(f"{where}: --predict_with_generate needs test rows that end in the text of an answer.")
         is_rendered = bool(example.messages)
-        if row_format == "text" or (is_rendered and example.messages[-1]["role"] != "assistant"):
-            raise ValueError(f"{where}: --predict_with_generate needs test rows that end in an answer.")
-        prompt = example.prompt
-        if is_rendered:
-            prompt = render_prompt(example, tokenizer)
-        prompts.append(prompt)
-        answers.append(example.messages[-1]["content"] if is_rendered else example.completion)
+        prompts.append(render_prompt(example, tokenizer) if is_rendered else example.prompt)
+        answers.append(last["content"])
     return prompts, answers, is_rendered
 
 
@@ -234,11 +250,10 @@ def preview(rows: Dataset, tokenizer: PreTrainedTokenizerBase, count: int) -> st
     """The first rows as text, what is learnt between >>> and <<<."""
     shown = []
     for index in range(min(count, len(rows))):
-        row, text, was_learnt = rows[index], "", False
-        for position, (token, label) in enumerate(zip(row["input_ids"], row["labels"])):
-            is_learnt = label != IGNORE_INDEX and position > 0
-            text += {(False, True): ">>>", (True, False): "<<<"}.get((was_learnt, is_learnt), "")
-            text += tokenizer.decode([token])
-            was_learnt = is_learnt
-        shown.append(f"row {index + 1} ({len(row['input_ids'])} tokens):\n{text}{'<<<' if was_learnt else ''}")
+        row, text = rows[index], ""
+        learnt = [label != IGNORE_INDEX and position > 0 for position, label in enumerate(row["labels"])]
+        for is_learnt, run in groupby(zip(row["input_ids"], learnt), key=itemgetter(1)):
+            part = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+            text += f">>>{part}<<<" if is_learnt else part
+        shown.append(f"row {index + 1} ({len(row['input_ids'])} tokens):\n{text}")
     return "\n\n".join(shown)

@@ -8,11 +8,11 @@
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, checkpoint.py, data.py, data_formats.py,
-data_sources.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py,
-label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py,
-optimizer.py, packing.py, prepare_data.py, shrink.py, shrink_layers.py, streaming.py, utils.py, wrap_report.py and a
-YAML.
+To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, checkpoint.py, data.py, data_files.py,
+data_formats.py, data_sources.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py,
+hook_wrap.py, label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
+model_structure.py, optimizer.py, packing.py, prepare_data.py, shrink.py, shrink_layers.py, streaming.py, utils.py,
+wrap_report.py and a YAML.
 """
 
 import math
@@ -45,7 +45,7 @@ from model_structure import count_blocks
 from optimizer import make_optimizer, offload_state_between_steps, prepare
 from packing import pack_rows
 from prepare_data import prepare_data
-from streaming import stream_steps
+from streaming import Stream, stream_steps
 from torch import nn
 from transformers import get_scheduler
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
@@ -144,7 +144,7 @@ def main() -> None:
     workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
     steps = training_steps(data.train, *share, workers, is_grouped, **position)
     if data.stream is not None:
-        steps = stream_steps(data.stream, *share, **position)
+        steps = stream_steps(Stream(*data.stream), *share, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, step)
     if test_batches:
         log.write(step, {"eval_loss": evaluate(accelerator, model, test_batches)})

@@ -31,16 +31,23 @@ def render(
         ValueError: no chat template, or one that drops tools or rewrites turns.
     """
     if not example.messages:
-        end = tokenizer.eos_token or ""
-        text = example.prompt + example.completion.removesuffix(end) + end
+        text = example.prompt + without_end(example.completion, tokenizer) + (tokenizer.eos_token or "")
         return text, [(len(example.prompt) if completion_only_loss else 0, len(text))]
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template; use prompt/completion or text columns, or another model")
+    for message in example.messages:
+        message["content"] = without_end(message["content"], tokenizer)
     text = tokenizer.apply_chat_template(example.messages, tools=example.tools, tokenize=False)
-    check_tools(text, example)
+    check_complete(text, example, tokenizer)
     if not assistant_only_loss:
         return text, [(0, len(text))]
     return text, marked_spans(text, example, tokenizer) or turn_spans(text, example, tokenizer)
+
+
+def without_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text without an end token of its own: one is added, and two would be learnt."""
+    end = tokenizer.eos_token
+    return text.rstrip().removesuffix(end) if end and text.rstrip().endswith(end) else text
 
 
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -50,14 +57,17 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def check_tools(text: str, example: Example) -> None:
-    """Raise ValueError if the template leaves out a tool or a tool call: the model would learn to guess."""
-    offered = [tool["function"].get("name") for tool in example.tools or []]
-    called = [call["function"]["name"] for message in example.messages for call in message.get("tool_calls", [])]
-    for what, names in (("the tool", offered), ("the call of", called)):
-        missing = [name for name in names if name and name not in text]
-        if missing:
-            raise ValueError(f"the chat template leaves out {what} {missing[0]!r}; it does not know tools")
+def check_complete(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the template leaves out tools, tool calls or a turn: the model would learn to guess."""
+    if example.tools and tokenizer.apply_chat_template(example.messages, tokenize=False) == text:
+        raise ValueError(f"the chat template leaves out the tool {example.tools[0]['function'].get('name')!r}")
+    if any("tool_calls" in message for message in example.messages):
+        without = [{key: m[key] for key in m if key != "tool_calls"} for m in example.messages]
+        if tokenizer.apply_chat_template(without, tools=example.tools, tokenize=False) == text:
+            raise ValueError("the chat template leaves out tool calls; it does not know tools")
+    for number, (message, is_learnt) in enumerate(zip(example.messages, example.is_learnt), start=1):
+        if (is_learnt or message["role"] != "assistant") and message["content"].strip() not in text:
+            raise ValueError(f"the chat template leaves out or changes turn {number} ({message['role']})")
 
 
 def marked_spans(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> Spans:
@@ -97,6 +107,11 @@ def turn_spans(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) 
     for i, is_learnt in enumerate(example.is_learnt):
         if not is_learnt:
             continue
+        if i == 0:
+            raise ValueError(
+                "the chat starts with an assistant turn, and the template cannot say where its text begins: drop the "
+                'turn, or give it "weight": 0'
+            )
         before = tokenizer.apply_chat_template(
             example.messages[:i], tools=example.tools, tokenize=False, add_generation_prompt=True
         )
@@ -134,9 +149,12 @@ def encode_all(
     for index, tokens in zip(good, tokenize_texts([results[index][0] for index in good], tokenizer)):
         (text, spans), example = results[index], examples[index]
         try:
-            results[index] = (*label_tokens(tokens, text, spans, tokenizer), False)
+            results[index] = (*label_tokens(tokens, text, spans, tokenizer, bool(example.messages)), False)
         except MergedSeam as error:
-            results[index] = error if example.messages else (*encode_apart(example.prompt, text, tokenizer), True)
+            results[index] = error
+            apart = encode_apart(example.prompt, text, tokenizer) if not example.messages else ([], [])
+            if apart[0] and tokenizer.decode(apart[0]) == tokenizer.decode(tokens[0]):
+                results[index] = (*apart, True)
     return results
 
 
@@ -173,9 +191,11 @@ def tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def label_tokens(
-    tokens: Tokens, text: str, spans: Spans, tokenizer: PreTrainedTokenizerBase
+    tokens: Tokens, text: str, spans: Spans, tokenizer: PreTrainedTokenizerBase, allows_blank: bool = True
 ) -> tuple[list[int], list[int]]:
     """Return (input ids, labels): every token that lies in a span is learnt.
+
+    In a chat a blank that the template wrote before the answer may be part of its first token.
 
     Raises:
         MergedSeam: a token begins before a span and ends inside it.
@@ -185,12 +205,12 @@ def label_tokens(
     for start, end in spans:
         is_learnt |= (starts < end) & (ends > start)
         merged = np.flatnonzero((starts < start) & (ends > start))
-        if len(merged) and text[starts[merged[0]] : start].strip():
+        if len(merged) and (text[starts[merged[0]] : start].strip() or not allows_blank):
             near = tokenizer.convert_ids_to_tokens(ids[max(0, merged[0] - 2) : merged[0] + 3].tolist())
             token = tokenizer.convert_ids_to_tokens(int(ids[merged[0]]))
             raise MergedSeam(
-                f"the answer starts inside the token {token!r} (around it: {near}); end the prompt with a space or a "
-                "line break, or start the answer with one"
+                f"the answer starts inside the token {token!r} (around it: {near}); move blanks from the "
+                "end of the prompt to the start of the answer, or put one there"
             )
     return ids.tolist(), np.where(is_learnt, ids, IGNORE_INDEX).tolist()
 
@@ -210,8 +230,8 @@ def fit(
         yield [], [], "dropped"
         return
     if truncation_mode == "split":
-        for start in range(0, len(ids), max_length):
-            piece = labels[start : start + max_length]
+        for start in range(0, len(ids) - 1, max_length - 1):  # pieces share a token: all labels are predicted
+            piece = [IGNORE_INDEX, *labels[start + 1 : start + max_length]]
             state = "kept split" if has_labels(piece) else "unlabelled"
             yield ids[start : start + max_length], piece, state
         return
@@ -219,6 +239,8 @@ def fit(
     if truncation_mode == "keep_end":
         head = 1 if ids[0] == bos_token_id else 0
         first = len(ids) - max_length + head
+        if not is_text and labels[first] != IGNORE_INDEX and labels[first - 1] != IGNORE_INDEX:
+            state += " headless"
         ids, labels = ids[:head] + ids[first:], labels[:head] + labels[first:]
     else:
         is_cut_off = not is_text and labels[max_length - 1] != IGNORE_INDEX and labels[max_length] != IGNORE_INDEX

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from arguments import FinetuneArguments
 from datasets import Dataset
+from model_structure import set_use_cache
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -61,7 +62,7 @@ def load_model(arguments: FinetuneArguments) -> nn.Module:
     if info["missing_keys"] or info["mismatched_keys"]:
         bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise ValueError(f"--model_name_or_path {name}: {len(bad)} weights are missing or misshapen, such as {bad[0]}.")
-    model.config.use_cache = False  # a recomputed block would fill the cache a second time
+    set_use_cache(model, False)  # a recomputed block would fill the cache a second time
     return model.train()
 
 

@@ -4,6 +4,7 @@ import re
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -69,6 +70,13 @@ def count_blocks(model: nn.Module) -> int:
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a peft model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def set_use_cache(model: nn.Module, use_cache: bool) -> None:
+    """Set the cache flag of the model's config and of every config inside it: each part reads its own."""
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config.use_cache = use_cache
 
 
 def original_class_name(module: nn.Module) -> str:

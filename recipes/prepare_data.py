@@ -6,10 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data import format_of, prompts_and_answers, tokenize_rows, tokenize_window
+from data import FORMATS, prompts_and_answers, tokenize_rows, tokenize_window
 from data_sources import load_rows, open_stream
 from datasets import Dataset
-from streaming import Stream
 from transformers import PreTrainedTokenizerBase
 
 FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the format and what is learnt
@@ -25,7 +24,7 @@ class Data:
     prompts: list[str]
     answers: list[str]
     prompts_hold_begin: bool
-    stream: Stream | None = None
+    stream: tuple[Any, ...] | None = None  # what streaming.Stream takes
 
 
 def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -40,7 +39,7 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
     splits = arguments.dataset_train_split, arguments.dataset_test_split
     if arguments.streaming:
         train_set, test_set = (
-            Dataset.from_list(list(islice(open_stream(names, split, *splits), limit)))
+            Dataset.from_list(list(islice(open_stream(names, split, splits[0]), limit)))
             for split, limit in zip(splits, (FIRST_ROWS, None))
         )
         test_set = test_set if len(test_set) else None
@@ -56,6 +55,7 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
         "allow_lost_rows": arguments.allow_lost_rows,
         "num_proc": arguments.dataset_num_proc,
         "truncation_mode": arguments.truncation_mode,
+        "mask_history": arguments.mask_history,
     }
     train, train_line = tokenize_rows(train_set, tokenizer, which="train", **options)
     test, test_line = None, "no test split: no evaluation"
@@ -63,18 +63,17 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
         test, test_line = tokenize_rows(test_set, tokenizer, which="test", **options)
     questions = [], [], False
     if arguments.predict_with_generate:
-        questions = prompts_and_answers(test_set, tokenizer, columns)
+        questions = prompts_and_answers(test_set, tokenizer, columns, arguments.skip_bad_rows)
     stream = None
     if arguments.streaming:
         train_line = f"train data: a stream; of its first {len(train_set):,} rows: {train_line}"
         modes = options["max_length"], options["truncation_mode"]
-        learns = options["assistant_only_loss"], options["completion_only_loss"]
-        stream = Stream(
-            partial(open_stream, names, splits[0], *splits),
+        learns = [options[name] for name in ("assistant_only_loss", "completion_only_loss", "mask_history")]
+        stream = (
+            partial(open_stream, names, splits[0], splits[0]),
             partial(
                 tokenize_window,
                 tokenizer=tokenizer,
-                row_format=format_of(train_set, columns),
                 columns=columns,
                 options=(*modes, *learns),
                 skip_bad_rows=arguments.skip_bad_rows,
@@ -86,9 +85,11 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
 
 def read_columns(given: str | None) -> dict[str, str]:
     """`prompt=question,completion=answer` as {"prompt": "question", "completion": "answer"}."""
-    pairs = [pair.split("=") for pair in given.split(",")] if given else []
-    if any(len(pair) != 2 or not all(part.strip() for part in pair) for pair in pairs):
+    pairs = [[part.strip() for part in pair.split("=")] for pair in given.split(",")] if given else []
+    known = sorted({name for needed in FORMATS.values() for name in needed} | {"input", "system", "history", "tools"})
+    if any(len(pair) != 2 or not all(pair) or pair[0] not in known for pair in pairs):
         raise ValueError(
-            f"--dataset_columns {given}: expected OURS=THEIRS,..., as in prompt=question,completion=answer"
+            f"--dataset_columns {given}: expected OURS=THEIRS,..., as in prompt=question,completion=answer, with ours "
+            f"one of: {', '.join(known)}"
         )
-    return {ours.strip(): theirs.strip() for ours, theirs in pairs}
+    return dict(pairs)

@@ -315,7 +315,7 @@ CHAT = {"role": "assistant", "content": "b"}
 @pytest.mark.parametrize("name", ["sample", "llama3_1"])
 def test_bad_chat_names_its_row(name: str, bad: dict[str, Any]) -> None:
     good = {"messages": [{"role": "user", "content": "a"}, CHAT]}
-    with pytest.raises(ValueError, match=r"1 bad row\(s\) of 3 \(messages\):\n- row 2: "):
+    with pytest.raises(ValueError, match=r"1 bad row\(s\) of 3:\n- row 2: "):
         tokenize([good, bad, good], tokenizer_of(name))
 
 
@@ -329,7 +329,7 @@ def test_bad_chat_names_its_row(name: str, bad: dict[str, Any]) -> None:
 )
 def test_bad_pair_names_its_row(bad: dict[str, Any]) -> None:
     good = {"prompt": "a", "completion": "b"}
-    with pytest.raises(ValueError, match=r"1 bad row\(s\) of 3 \(prompt/completion\):\n- row 3: "):
+    with pytest.raises(ValueError, match=r"1 bad row\(s\) of 3:\n- row 3: "):
         tokenize([good, good, bad], toy_tokenizer())
 
 

@@ -1,6 +1,7 @@
 """Every format and source a fine-tuner brings: read as its author meant it, or one clear error; no silent loss."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from arguments import parse_arguments
 from data import MAX_LOST, preview, tokenize_rows
 from data_formats import find_format, read_example
-from data_sources import load_rows
+from data_sources import files_by_split, load_rows
 from datasets import Dataset, DatasetDict
 from label_mask import IGNORE_INDEX
 from prepare_data import prepare_data, read_columns
@@ -21,11 +22,11 @@ ANSWER = {"role": "assistant", "content": "b"}
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path.parent / f"{tmp_path.name}-cache")
 
 
 def chat_of(row: dict[str, Any], has_template: bool = True) -> list[tuple[str, str, bool]]:
-    example = read_example(row, find_format(list(row)), has_template)
+    example = read_example(row, find_format(row), has_template)
     return [(m["role"], m["content"], learnt) for m, learnt in zip(example.messages, example.is_learnt, strict=True)]
 
 
@@ -108,6 +109,12 @@ def test_template_that_leaves_out_tools_is_an_error_not_a_guess() -> None:
         ({"messages": "a"}, "messages is str; expected a list"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "content is int"),
+        ({"messages": [None, ANSWER]}, "turn 1: found NoneType"),
+        ({"messages": [{"role": "user", "content": "a"}, {**ANSWER, "weight": "0"}]}, "weight '0'; allowed: 0, 1"),
+        ({"messages": [{"role": "user", "content": "a"}, {**ANSWER, "weight": 0.5}]}, "weight 0.5; allowed: 0, 1"),
+        ({"instruction": "a", "output": "b", "history": [{"role": "user", "content": "q"}]}, "history is no list"),
+        ({"instruction": "a", "output": "b", "history": ["Hi", "Yo"]}, "history is no list"),
+        ({"instruction": "a", "output": "b", "input": 5}, "input is int"),
         ({"prompt": "a", "completion": 3}, "completion is int; expected text"),
         ({"text": ""}, "text is empty"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f("}]}, "not JSON"),
@@ -134,11 +141,12 @@ def test_dates_numbers_and_nulls_stay_as_written(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: holds half of a surrogate pair"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: .*holds half of a surrogate pair"),
         ("a.jsonl", b'[{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json"),
         ("a.jsonl", b'[\n{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json"),
         ("a.json", b'[{"text": "a"}, 3]', r"row 2: is int, expected an object"),
-        ("a.json", b'[{"text": "a"}', r"line 1: is not JSON"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line 1: is not JSON: the key 'text' stands twice"),
+        ("a.csv", b"text,b\na,\xff\n", r"line 2: is not UTF-8"),
         ("a.csv", b"text,b\na,1,2\n", r"line 2: has another number of fields"),
     ],
 )
@@ -151,10 +159,123 @@ def test_bad_file_names_line_and_finding_or_is_skipped_and_listed(
         rows_of(rows)
     good = write(tmp_path, "good.jsonl", '{"text": "abc"}\n' * 3)
     both, _ = load_rows([str(path), str(good)], "train", "test")
-    with pytest.raises(ValueError, match=rf"bad row\(s\) of \d+ \(text\):\n- {path}, " + message):
+    with pytest.raises(ValueError, match=rf"bad row\(s\) of \d+:\n- {path}, " + message):
         tokenize_rows(both, toy_tokenizer(), 64, "train")
     kept, line = tokenize_rows(both, toy_tokenizer(), 64, "train", skip_bad_rows=True)
     assert len(kept) >= 3 and "bad row(s) left out" in line and str(path) in line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"text": "a"}', "cannot be read: "),
+        ("a.json", b'[{"text": "\xff"}]', "cannot be read: .*utf-8"),
+        ("a.json", b'{\n  "data": []\n}', "one object over several lines; expected an array"),
+        ("a.csv", b'q,a\nQ1,A1\nQ2,"A2\nQ3,A3\n', "after line 2: cannot be read: unexpected end of data"),
+        ("a.csv", b"text,text\na,b\n", "a column name stands twice"),
+        ("a.jsonl", b"\n\n", "is empty"),
+        ("a.parquet", b"PAR1", "cannot be read as Parquet"),
+    ],
+)
+def test_file_whose_rows_cannot_be_told_apart_is_refused_as_a_whole(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = write(tmp_path, name, content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_rows([str(path)], "train", "test")
+    assert str(path) in str(caught.value)
+
+
+def test_sources_of_any_kind_and_format_mix(tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": "a"}, ANSWER]}]
+    Dataset.from_list(chats).to_parquet(tmp_path / "chats.parquet")
+    Dataset.from_list([{"text": "abc"}]).save_to_disk(tmp_path / "saved")
+    pairs = write(tmp_path, "pairs.jsonl", '{"prompt": "a", "completion": "b"}\n{"note": "header"}\n')
+    names = [str(tmp_path / "chats.parquet"), str(tmp_path / "saved"), str(pairs)]
+    rows, _ = load_rows(names, "train", "test")
+    tokenizer = toy_tokenizer(TEMPLATE)
+    with pytest.raises(ValueError, match=rf"1 bad row\(s\) of 4:\n- {pairs}, line 2: the columns with values"):
+        tokenize_rows(rows, tokenizer, 64, "train")
+    kept, line = tokenize_rows(rows, tokenizer, 64, "train", skip_bad_rows=True)
+    assert len(kept) == 3 and "messages: 1, prompt/completion: 1, text: 1" in line
+
+
+def test_parquet_objects_lose_the_fields_that_other_rows_filled_in_and_json_keeps_its_nulls(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {**ANSWER, "weight": 1}]}]
+    rows += [{"messages": [{"role": "user", "content": "a", "weight": None}, ANSWER]}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet")[0][1] == {"messages": [{"role": "user", "content": "a"}, ANSWER]}
+    call = {"name": "f", "arguments": {"x": None, "y": 1}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    path = write(tmp_path, "a.jsonl", json.dumps({"messages": turns}) + "\n")
+    message = read_example(read(path)[0][0], "messages", True).messages[1]
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": None, "y": 1}
+
+
+def test_cache_follows_the_content_and_not_the_time_stamp(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", '{"text": "a yes"}\n')
+    stamp = path.stat()
+    assert read(path)[0] == [{"text": "a yes"}]
+    write(tmp_path, "a.jsonl", '{"text": "a nay"}\n')
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert read(path)[0] == [{"text": "a nay"}]
+
+
+def test_system_column_stands_before_a_chat_that_has_none() -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert chat_of({"conversations": turns, "system": "s"})[0] == ("system", "s", False)
+
+
+def test_columns_that_the_user_names_come_first() -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, ANSWER], "question": "q", "answer": "r"}
+    (kept,), _ = fitted("keep_start", [row], 100, columns=read_columns("prompt=question,completion=answer"))
+    assert learnt(kept["input_ids"], kept["labels"], toy_tokenizer()) == ["r</s>"]
+    with pytest.raises(ValueError, match=r"with ours one of: completion"):
+        read_columns("foo=bar")
+
+
+def test_mask_history_learns_the_last_answer_of_a_template_that_rewrites_earlier_ones() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    turns = [{"role": "user", "content": "Hi"}, {**ANSWER, "content": "Yo"}] * 2
+    with pytest.raises(ValueError, match="turn 2 differently"):
+        tokenize_rows(Dataset.from_list([{"messages": turns}]), tokenizer, 100, "train")
+    (row,), _ = tokenize_rows(Dataset.from_list([{"messages": turns}]), tokenizer, 100, "train", mask_history=True)
+    (text,) = learnt(row["input_ids"], row["labels"], tokenizer)
+    assert text.endswith("Yo<|im_end|>")
+
+
+def test_template_that_leaves_out_a_turn_is_an_error() -> None:
+    no_system = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
+    rows = [{"messages": [{"role": "system", "content": "zz"}, {"role": "user", "content": "a"}, ANSWER]}]
+    with pytest.raises(ValueError, match=r"leaves out or changes turn 1 \(system\)"):
+        tokenize_rows(Dataset.from_list(rows), toy_tokenizer(no_system), 64, "train")
+
+
+def test_end_token_that_an_answer_writes_itself_is_learnt_once() -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {**ANSWER, "content": "b</s>"}]}]
+    rows += [{"prompt": "a", "completion": "b</s>\n"}]
+    for row in rows:
+        (kept,), _ = fitted("keep_start", [row], 100)
+        assert learnt(kept["input_ids"], kept["labels"], toy_tokenizer()) == ["b</s>"]
+
+
+def test_control_token_in_the_text_of_a_row_is_counted() -> None:
+    _, line = fitted("keep_start", [{"messages": [{"role": "user", "content": "a</s>b"}, ANSWER]}], 100)
+    assert "1 with the text of a control token" in line
+
+
+def test_held_out_rows_are_never_trained_whatever_the_weights(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", "".join(json.dumps({"text": str(i)}) + "\n" for i in range(20)))
+    train, test = load_rows([str(path)], "train", "test", [3.0], 20.0)
+    assert (len(train), len(test)) == (48, 4)
+    assert not {row["text"] for row in rows_of(train)} & {row["text"] for row in rows_of(test)}
+
+
+@pytest.mark.parametrize("weight", [0.001, 1e9, float("inf")])
+def test_weight_that_leaves_no_row_or_far_too_many_is_refused(tmp_path: Path, weight: float) -> None:
+    path = write(tmp_path, "a.jsonl", '{"text": "a"}\n' * 3)
+    with pytest.raises(ValueError, match="--dataset_weights"):
+        load_rows([str(path)], "train", "test", [weight])
 
 
 def test_line_of_25_megabytes_is_one_row(tmp_path: Path) -> None:
@@ -175,9 +296,52 @@ def test_folder_files_go_to_the_split_of_their_name(tmp_path: Path) -> None:
     train, test = read(tmp_path)
     assert [row["text"] for row in train] == ["train-00.jsonl", "train-01.jsonl"]
     assert [row["text"] for row in test] == ["chats_validation.jsonl"]
-    with pytest.raises(ValueError, match="holds no data file"):
-        (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"should hold data files .* found none"):
         read(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("file", "split"),
+    [
+        ("train-00.jsonl", "train"),
+        ("chats_dev.jsonl", "validation"),
+        ("latest.jsonl", "train"),
+        ("dev_tools/train.jsonl", "train"),
+        ("train_test_questions.jsonl", "train"),
+        ("test/rows.jsonl", "test"),
+    ],
+)
+def test_file_goes_to_the_split_that_its_own_name_says_first(tmp_path: Path, file: str, split: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    write(tmp_path, file, '{"text": "a"}\n')
+    assert list(files_by_split(tmp_path)) == [split]
+
+
+def test_split_is_the_one_asked_for(tmp_path: Path) -> None:
+    for name, count in (("train", 3), ("valid", 2), ("test", 4)):
+        write(tmp_path, f"{name}.jsonl", "".join(json.dumps({"text": f"{name}{i}"}) + "\n" for i in range(count)))
+    sizes = {wanted: len(load_rows([str(tmp_path)], wanted, "test")[0]) for wanted in ("train", "validation")}
+    assert sizes == {"train": 3, "validation": 2}
+    assert [len(load_rows([str(tmp_path)], "train", wanted)[1]) for wanted in ("test", "validation", "dev")] == [
+        4,
+        2,
+        2,
+    ]
+    with pytest.raises(ValueError, match="no split 'nosuch'; it has: test, train, validation"):
+        load_rows([str(tmp_path)], "nosuch", "test")
+
+
+@pytest.mark.parametrize("other", ["more.jsonl.gz", "LICENSE.txt", "part.arrow"])
+def test_folder_with_what_would_be_left_out_or_misread_is_refused(tmp_path: Path, other: str) -> None:
+    write(tmp_path, "train.jsonl", '{"text": "a"}\n')
+    write(tmp_path, ".hidden.jsonl", "no rows")
+    write(tmp_path, "dataset_info.json", "{}")
+    write(tmp_path, "PART2.JSONL", '{"text": "b"}\n')
+    assert len(read(tmp_path)[0]) == 2
+    write(tmp_path, other, "x")
+    with pytest.raises(ValueError, match="the folder should hold data files"):
+        read(tmp_path)
 
 
 def test_saved_data_set_and_parquet_are_read(tmp_path: Path) -> None:
@@ -236,9 +400,15 @@ def fitted(mode: str, rows: list[dict], max_length: int = 8, **options: Any) -> 
 def test_split_loses_no_token_and_drop_loses_whole_rows() -> None:
     whole, _ = fitted("keep_start", LONG, max_length=100)
     pieces, line = fitted("split", LONG)
-    assert [i for row in pieces for i in row["input_ids"]] == [i for row in whole for i in row["input_ids"]]
-    assert [i for row in pieces for i in row["labels"]] == [i for row in whole for i in row["labels"]]
-    assert max(len(row["input_ids"]) for row in pieces) <= 8 and "4 pieces of split rows" in line
+    first, *rest = [row for row in pieces if len(pieces) > 1][: len(pieces) - 1]
+    together = first["input_ids"] + [i for row in rest for i in row["input_ids"][1:]]  # pieces share a token
+    assert together == whole[0]["input_ids"]
+
+    def num_labels(rows: list[dict]) -> int:
+        return sum(label != IGNORE_INDEX for row in rows for label in row["labels"][1:])
+
+    assert num_labels(pieces) == num_labels(whole)  # each is predicted once
+    assert max(len(row["input_ids"]) for row in pieces) <= 8 and "5 pieces of split rows" in line
     kept, line = fitted("drop", LONG)
     assert len(kept) == 1 and "1 longer than 8 and dropped" in line
 
@@ -284,10 +454,11 @@ def test_second_run_reads_what_the_first_tokenised(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", '{"text": "abc"}\n' * 20)
     tokenizer = toy_tokenizer()
     first, _ = tokenize_rows(load_rows([str(path)], "train", "test")[0], tokenizer, 64, "train")
-    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.arrow")}
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    files = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
     tokenizer("x", truncation=True, padding=True, max_length=2)  # use changes a fast tokenizer's state
     second, _ = tokenize_rows(load_rows([str(path)], "train", "test")[0], tokenizer, 64, "train")
-    assert files and {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.arrow")} == files
+    assert files and {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == files
     assert second.to_list() == first.to_list()
     third, _ = tokenize_rows(load_rows([str(path)], "train", "test")[0], tokenizer, 2, "train")
     assert {len(row["input_ids"]) for row in third} == {2}

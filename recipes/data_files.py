@@ -1,0 +1,135 @@
+"""Rows of text files: JSONL, JSON, CSV, TSV and plain text, each with its file and line, bad ones with their problem.
+
+Rows are kept as they were written, a JSON string each: Arrow's own readers retype dates and numbers, fill objects with
+other rows' fields, and do not say which line was bad.
+"""
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_formats import PROBLEM, ROW, WHERE
+
+LARGEST_FIELD = 2**30  # bytes of one CSV field
+READER_VERSION = 1  # raise when a file would be read as other rows: cached ones are then read again
+
+
+def digest_of(file: str) -> str:
+    """A hash of a file's content and of the reader's version."""
+    digest = hashlib.sha256(str(READER_VERSION).encode())
+    with open(file, "rb") as content:
+        for block in iter(lambda: content.read(2**20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def all_rows(files: list[str], digest: str) -> Iterator[dict[str, str]]:
+    """Every row of text files, bad ones with their problem. The digest is for the cache alone."""
+    readers = {".csv": csv_rows, ".tsv": csv_rows, ".txt": text_rows, ".json": json_rows}
+    for file in files:
+        for where, row, problem in readers.get(Path(file).suffix.lower(), jsonl_rows)(file):
+            text = ""
+            if not problem:
+                text = json.dumps(row, ensure_ascii=False)
+                try:
+                    text.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    text, problem = "", f"is not UTF-8, or holds half of a surrogate pair ({error})"
+            yield {ROW: text, WHERE: f"{file}, {where}", PROBLEM: problem}
+
+
+def lines_of(file: str) -> Iterator[tuple[int, str, str]]:
+    """(line number, text, problem) of each line; only \\n ends one, a byte-order mark and \\r\\n are no text."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                yield number, "", f"is not UTF-8 ({error})"
+                continue
+            if text.strip():
+                yield number, text, ""
+
+
+def parse(text: str) -> Any:
+    """JSON in which no key stands twice. Raises ValueError for what is not, whatever its kind."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        row = dict(pairs)
+        if len(row) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+        return row
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def jsonl_rows(file: str) -> Iterator[tuple[str, Any, str]]:
+    """An object per line."""
+    for number, text, problem in lines_of(file):
+        row = None
+        if not problem:
+            try:
+                row = parse(text)
+            except ValueError as error:
+                starts_array = number == 1 and text.lstrip().startswith("[")
+                hint = "; a JSON array needs the ending .json" if starts_array else ""
+                problem = f"is not JSON: {error}{hint}"
+        if not problem and not isinstance(row, dict):
+            problem = f"is {type(row).__name__}, expected an object per line"
+            problem += "; a JSON array needs the ending .json" if isinstance(row, list) else ""
+        yield f"line {number}", row, problem
+
+
+def json_rows(file: str) -> Iterator[tuple[str, Any, str]]:
+    """An array of objects; many .json files are JSONL, and are read as such.
+
+    Raises:
+        ValueError: the file is no JSON or no UTF-8 as a whole: its rows cannot be told apart, so none can be skipped.
+    """
+    try:
+        text = Path(file).read_bytes().decode("utf-8-sig")
+        is_array = text.lstrip().startswith("[")
+        first_line = text.lstrip().partition("\n")[0].strip()
+        if text.strip() and not is_array and not first_line.endswith("}"):
+            raise ValueError("found one object over several lines; expected an array of objects, or one per line")
+        rows = parse(text) if is_array else None
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if rows is None:
+        yield from jsonl_rows(file)
+        return
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", row, "" if isinstance(row, dict) else f"is {type(row).__name__}, expected an object"
+
+
+def csv_rows(file: str) -> Iterator[tuple[str, Any, str]]:
+    """A header and a row per record; every value stays text.
+
+    Raises:
+        ValueError: a header with a name twice, or quotes that do not close: what follows cannot be told apart.
+    """
+    csv.field_size_limit(LARGEST_FIELD)
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter="\t" if file.lower().endswith(".tsv") else ",", strict=True)
+        try:
+            names = reader.fieldnames or []
+            if len(set(names)) < len(names):
+                raise ValueError(f"a column name stands twice in the header: {', '.join(names)}")
+            for row in reader:
+                bad = None in row or None in row.values()
+                yield f"line {reader.line_num}", row, "has another number of fields than the header" if bad else ""
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"{file}, after line {reader.line_num}: cannot be read: {error}") from error
+
+
+def text_rows(file: str) -> Iterator[tuple[str, Any, str]]:
+    """A text per line."""
+    for number, text, problem in lines_of(file):
+        yield f"line {number}", {"text": text}, problem
