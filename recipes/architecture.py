@@ -26,11 +26,37 @@ def packed_isolation(model: nn.Module) -> str:
     return "isolated" if difference <= EQUAL else f"packed documents see each other ({difference:.0e}): {advice}"
 
 
-def check_isolation(config: PreTrainedConfig) -> None:
-    """Raise ValueError where packed documents would see each other, measured on a tiny model of this architecture."""
-    result = packed_isolation(build_tiny_model(config))
-    if result != "isolated":
-        raise ValueError(f"--packing: {result}")
+def check_architecture(config: PreTrainedConfig, packing: bool) -> None:
+    """Raise ValueError where positions see later ones or, under --packing, documents see each other.
+
+    Both are measured on a tiny model of this architecture, not looked up in a list.
+    """
+    check_causal(config)
+    isolation = packed_isolation(build_tiny_model(config)) if packing else "isolated"
+    if isolation != "isolated":
+        raise ValueError(f"--packing: {isolation}")
+
+
+@torch.no_grad()
+def check_causal(config: PreTrainedConfig) -> None:
+    """Raise ValueError where a position sees later ones, measured on a tiny model (an encoder without `is_decoder`).
+
+    Such a model would be trained to predict a token that it is shown. One that cannot run by itself is left to fail in
+    training.
+    """
+    model = build_tiny_model(config, as_given=True).eval()
+    ids = torch.randint(67, 96, (1, 16), generator=torch.Generator().manual_seed(3))
+    changed = torch.cat([ids[:, :-1], 67 + (ids[:, -1:] - 66) % 29], 1)
+    try:
+        logits, others = model(input_ids=ids).logits, model(input_ids=changed).logits
+    except Exception:  # it needs pictures, or a length of its own
+        return
+    difference = (logits[:, :-1] - others[:, :-1]).abs().max() / logits.abs().max()
+    if difference > EQUAL:
+        raise ValueError(
+            f"this model sees the tokens that it should predict (a later one changes logits by {difference:.0e}): it "
+            "is not causal as configured; set is_decoder: true in its config.json, or choose a causal model"
+        )
 
 
 @torch.no_grad()

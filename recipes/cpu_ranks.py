@@ -1,11 +1,16 @@
 """Ranks of one distributed run on this machine's CPU, without a launcher."""
 
+import gc
 import os
+import signal
 import socket
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def run_on_cpu_ranks(function: Callable[[Any], None], argument: Any, num_processes: int) -> int:
@@ -16,8 +21,12 @@ def run_on_cpu_ranks(function: Callable[[Any], None], argument: Any, num_process
     arguments = (function, argument, num_processes, port)
     try:
         torch.multiprocessing.start_processes(run_rank, arguments, num_processes, start_method="fork")
-    except torch.multiprocessing.ProcessExitedException as stopped:  # a rank that stopped has said why
-        return abs(stopped.exit_code)
+    except torch.multiprocessing.ProcessExitedException as stopped:
+        if stopped.exit_code > 0:  # a rank that stopped by itself has said why
+            return stopped.exit_code
+        name = signal.Signals(-stopped.exit_code).name
+        print(f"\nError: rank {stopped.error_index} was killed by {name} (out of memory?).\n", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -27,4 +36,25 @@ def run_rank(rank: int, function: Callable[[Any], None], argument: Any, num_proc
     os.environ |= {name: str(value) for name, value in ranks.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    gc.freeze()  # the imported libraries are never garbage; looking through them would cost more than a tiny step
     function(argument)
+
+
+def describe(error: Exception) -> str:
+    """An exception in a line, with the place that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
+
+
+def failed_alike(failure: str, what: str, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks failed. Where only some did, the others wait in a collective: they print it and exit."""
+    failures: list[str | None] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(failures, failure, group=group)
+    except RuntimeError:
+        failures = [failure, None]
+    if all(failures) or not any(failures):
+        return bool(failure)
+    if failure:
+        print(f"\nError: rank {dist.get_rank()} alone failed in {what!r}: {failure}\n", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -39,9 +39,10 @@ class Arithmetic:
     fp32_norms: frozenset[str] = frozenset()  # take fp32 in and hand the compute dtype out
     fp32_modules: frozenset[str] = frozenset()  # hand on what their own code returns
     learning_rate: float = 1e-3
-    adam_epsilon: float = 1e-4  # with 1e-8, elements whose gradient is rounding noise would step by its sign
+    last_rate: float = 0.4  # of the learning rate, at the end of the run
+    adam_epsilon: float = 1e-6  # with 1e-8, elements whose gradient is rounding noise would step by its sign
     weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 0.05  # below the norm of every tiny model: clipping acts
 
 
 def reference_run(
@@ -62,6 +63,7 @@ def reference_run(
     groups = [(decayed, arithmetic.weight_decay), (others, 0.0)]
     groups = [{"params": held, "weight_decay": decay} for held, decay in groups if held]
     optimizer = torch.optim.AdamW(groups, lr=arithmetic.learning_rate, eps=arithmetic.adam_epsilon, fused=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, arithmetic.last_rate, len(steps))
     kept = arithmetic.fp32_norms | arithmetic.fp32_modules
     dtypes = {name: torch.float32 if is_inside(name, kept) else arithmetic.reduce_dtype for name in trained}
     random_states = [rank_state(r) for r in range(len(steps[0]))]
@@ -92,6 +94,7 @@ def reference_run(
         run.losses.append((loss_sum / count).item())
         run.gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()})
         optimizer.step()
+        schedule.step()
     run.weights = {name: p.detach().clone() for name, p in trained.items()}
     return run
 

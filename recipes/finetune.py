@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from architecture import check_isolation
+from architecture import check_architecture
 from arguments import FinetuneArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
 from checkpoint import check_no_checkpoints, export_model, find_checkpoint, resume, save_checkpoint
@@ -87,8 +87,8 @@ def main() -> None:
     with stop_together(), one_rank_at_a_time():
         model = load_model(arguments)
         check_rows(model, data.train, data.test)
+        check_architecture(model.config, arguments.packing)
         if arguments.packing:
-            check_isolation(model.config)
             data.train, packed_line = pack_rows(data.train.to_list(), arguments.max_length)
             data.lines.append(packed_line)
         export_dtype = saved_dtype(model) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)

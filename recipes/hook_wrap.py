@@ -4,7 +4,7 @@ A unit is gathered, computed and freed together. The plan is plain data: lists o
 choice; what no unit takes stays in the root unit. Order: recompute hook, compile, this hook, then the optimizer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hook_config import HookConfig, load_function
@@ -52,19 +52,25 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
     reshard = config.fsdp_reshard_after_forward
     units: list[Unit] = []
     if config.hook_norm_dtype is not None:
-        units.append(Unit(tuple(name for name, module in model.named_modules() if is_norm(module)), False, "norms"))
+        norms = [name for name, module in model.named_modules() if is_norm(module) and num_parameters(module)]
+        if not norms:
+            raise ValueError("hook_norm_dtype: this model's norms hold no parameter; leave the key out.")
+        units.append(Unit(tuple(norms), False, "norms"))
     if config.hook_param_dtype != "fp32":
         taken = {name for unit in units for name in unit.modules}
         kept = tuple(name for name in kept_in_fp32(model)[0] if name not in taken)
         units += [Unit(kept, False, "fp32")] if kept else []
     if config.hook_wrap_function:
-        units += user_units(model, config.hook_wrap_function)
-        if not units or units[-1].kind != "user":
+        chosen = user_units(model, config.hook_wrap_function)
+        named = {name for unit in chosen for name in unit.modules}  # the user's word goes before the model's
+        units = [replace(u, modules=tuple(set(u.modules) - named)) if u.kind == "fp32" else u for u in units]
+        units = [unit for unit in units if unit.modules] + chosen
+        if not chosen:
             raise ValueError(f"hook_wrap_function {config.hook_wrap_function}: returned no unit.")
     elif config.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
         units += block_units(model, config)
         if config.hook_wrap_embeddings:
-            units += embedding_units(model, reshard, has_norm_unit=config.hook_norm_dtype is not None)
+            units += embedding_units(model, reshard, {name for unit in units for name in unit.modules})
     elif config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
         in_units = {p for unit in units for name in unit.modules for p in model.get_submodule(name).parameters()}
         sized = size_units(model, config.fsdp_min_num_params, reshard, in_units)
@@ -90,8 +96,10 @@ def block_units(model: nn.Module, config: HookConfig) -> list[Unit]:
     return units + [Unit(tuple(names[i : i + n]), reshard, "block") for i in range(0, len(names), n)]
 
 
-def embedding_units(model: nn.Module, reshard: bool, has_norm_unit: bool) -> list[Unit]:
+def embedding_units(model: nn.Module, reshard: bool, taken: set[str]) -> list[Unit]:
     """Input embedding apart, [final norm, lm_head] apart and not resharded (backward needs them at once).
+
+    What other units have (norms or a head in fp32) stays there.
 
     Tied: both ends in one unit, since FSDP2 refuses a parameter that two units share. A head whose bias its parent
     holds as well (BERT) is taken with that parent.
@@ -101,17 +109,17 @@ def embedding_units(model: nn.Module, reshard: bool, has_norm_unit: bool) -> lis
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if embedding is None or head is None:
         raise ValueError("hook_wrap_embeddings: true, but this model has no input embedding or no lm_head; set false.")
-    norm = None if has_norm_unit else final_norm(model)
+    norm = final_norm(model)
     owners, head_name = parameter_owners(model), names[head]
     held_by = {owner for p in head.parameters() for owner in owners[p]} - {names[embedding]}
     while head_name and any(not f"{owner}.".startswith(f"{head_name}.") for owner in held_by):
         head_name = head_name.rpartition(".")[0]
-    tail = [names[norm]] if norm is not None else []
-    tail.append(head_name)
+    tail = [name for name in (names[norm] if norm is not None else "", head_name) if name and name not in taken]
     shared = set(embedding.parameters()) & set(head.parameters())
     if shared:
         return [Unit((names[embedding], *tail), False, "embeddings")]
-    return [Unit((names[embedding],), reshard, "embeddings"), Unit(tuple(tail), False, "tail")]
+    units = [Unit((names[embedding],), reshard, "embeddings"), Unit(tuple(tail), False, "tail")]
+    return [unit for unit in units if unit.modules and not set(unit.modules) & taken]
 
 
 def size_units(

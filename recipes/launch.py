@@ -92,6 +92,7 @@ def one_rank_at_a_time() -> FileLock:
     turns, a machine holds one such copy beside the shards, not one per rank.
     """
     run = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    run += f"-{os.getpid()}" if os.environ["WORLD_SIZE"] == "1" else ""  # no turns to take, and port 0 in every run
     return FileLock(Path(tempfile.gettempdir(), f"load-{os.getuid()}-{run}.lock".replace(os.sep, "-")))
 
 

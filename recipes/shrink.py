@@ -2,12 +2,13 @@
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import torch
 from shrink_layers import LAYER_BOUNDARY, LAYER_COUNT, is_int, shrink_layers
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 HIDDEN = 64
 HEADS = 4
@@ -128,7 +129,7 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float) -> None:
         if value != old[name]:
             setattr(config, name, value)
     for name, value in vars(config).copy().items():
-        if isinstance(value, float) and re.search(r"drop|jitter", name):
+        if (isinstance(value, float) or value == 0) and re.search(r"drop|jitter", name):
             setattr(config, name, dropout if re.search("dropout|pdrop", name) else 0.0)
         elif name == "axial_pos_embds_dim":
             setattr(config, name, type(value)(v * hidden // sum(value) for v in value))
@@ -210,18 +211,30 @@ def shrink_rope(config: PreTrainedConfig, old: dict[str, Any]) -> None:
                 entry[name] = entry[name][:pairs]
 
 
-def build_tiny_model(config: PreTrainedConfig, seed: int = 0, dropout: float = 0.0) -> nn.Module:
+def build_tiny_model(
+    config: PreTrainedConfig, seed: int = 0, dropout: float = 0.0, as_given: bool = False
+) -> nn.Module:
     """Return the causal LM of the shrunk config in fp32 and train mode, with weights that let every gradient through.
 
     Raises:
-        KeyError: the library has no causal LM for this type of config.
+        ValueError: the library has no causal language model for this type of config.
     """
     tiny = shrink_config(config, dropout)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny)]
-    matching = [part for part in sub_configs(tiny) if type(part) is model_class.config_class]
+    if as_given:  # an encoder stays one
+        for name in ("is_decoder", "causal"):
+            if name in vars(config):
+                setattr(tiny, name, getattr(config, name))
+    if type(tiny) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny)]
+        matching = [part for part in sub_configs(tiny) if type(part) is model_class.config_class]
+        build = partial(model_class._from_config, matching[0] if matching else tiny)
+    elif "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):  # allowed when it was loaded
+        build = partial(AutoModelForCausalLM.from_config, tiny, trust_remote_code=True)
+    else:
+        raise ValueError(f"transformers has no causal language model for {type(config).__name__}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class._from_config(matching[0] if matching else tiny, dtype=torch.float32)
+        model = build(dtype=torch.float32)
         randomize(model)
     return model.train()
 

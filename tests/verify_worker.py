@@ -86,8 +86,29 @@ def policy_that_casts_inputs(config: HookConfig) -> MixedPrecisionPolicy:
 
 
 forward = LlamaForCausalLM.forward
+
+
+def later_micro_batches_dropped(model: nn.Module, batch: dict, step_label_tokens: int, world_size: int) -> tuple:
+    """One rank's gradient is lost but for the first micro-batch of each step."""
+    loss, loss_sum = losses.micro_batch_loss(model, batch, step_label_tokens, world_size)
+    calls[0] += 1
+    is_lost = torch.distributed.get_rank() == 1 and calls[0] % 3 != 1
+    return loss * (0.0 if is_lost else 1.0), loss_sum
+
+
+def norm_without_clipping(accelerator: object, model: nn.Module, max_norm: float) -> float:
+    """The right norm, and nothing is clipped."""
+    return utils.clip_grad_norm(accelerator, model, 1e9)
+
+
+calls = [0]
 FAULTS = {
     "none": nullcontext(),
+    "later micro-batches of a rank dropped": mock.patch.object(
+        finetune, "micro_batch_loss", later_micro_batches_dropped
+    ),
+    "not clipped": mock.patch.object(finetune, "clip_grad_norm", norm_without_clipping),
+    "no fp32 masters": mock.patch.object(command, "cast_stored_parameters", lambda *_: None),
     "dropout state dropped": mock.patch.object(
         PreTrainedModel, "activation_checkpointing_enable", enable_without_random_state
     ),
