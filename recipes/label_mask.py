@@ -122,7 +122,7 @@ def turn_spans(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) 
                 raise ValueError(
                     f"the chat template writes turn {i + 1} differently when later turns follow "
                     f"({alone[max(0, at - 20) : at + 20]!r} alone, {whole[max(0, at - 20) : at + 20]!r} in the chat); "
-                    'cannot mask it. Learn the last answer only ("weight": 0 in earlier turns), or use another template'
+                    "cannot mask it. Learn the last answer only (--mask_history), or use another template"
                 )
         spans.append((len(before), len(after)))
     return spans
