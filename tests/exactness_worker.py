@@ -42,6 +42,8 @@ import losses
 import wrap_report
 from arguments import FinetuneArguments
 from checkpoint import export_model
+from exact_checks import RecordingLog
+from exactness import local
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
@@ -227,21 +229,6 @@ def norms_in_fp32(model: torch.nn.Module, fp32_names: set[str], dtype: torch.dty
         handle.remove()
 
 
-class RecordingLog:
-    """Stands where the recipe's MetricsLog stands, and keeps what is written."""
-
-    def __init__(self) -> None:
-        self.total_steps, self.written = STEPS, []
-        self.bar = types.SimpleNamespace(update=lambda: None)
-
-    def say(self, text: str) -> None:
-        """The screen is not needed."""
-
-    def write(self, step: int, values: dict) -> None:
-        """Keep one step's values."""
-        self.written.append(values)
-
-
 def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator, uses_scaler: bool = False) -> dict:
     """The recipe's hooks in the recipe's order, then the recipe's own training loop."""
     config = cell.config(base)
@@ -279,14 +266,6 @@ def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator, uses_sca
     out["is_sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     accelerator.free_memory()
     return out
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a tensor, sharded or whole (FSDP2 cuts dimension 0 into equal chunks)."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().detach().clone()
-    chunks = torch.chunk(tensor.detach(), dist.get_world_size())
-    return chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else tensor.detach()[:0]
 
 
 def tensor_errors(found: list[dict], expected: list[dict]) -> list[float]:
