@@ -214,6 +214,35 @@ def model_with_its_own_code(folder):
     return folder
 
 
+def test_bad_row_ends_both_ranks_with_one_message_and_a_preview_trains_nothing(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a b", "completion": " c"}\n{"prompt": "a b", "completion": ""}\n')
+    arguments = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", rows, "--output_dir", tmp_path / "out"]
+    done = accelerate_launch(RECIPE, *arguments, timeout_s=120)
+    assert done.returncode != 0
+    assert done.stdout.count(f"{rows}, line 2: completion is empty") == 1 and "--skip_bad_rows" in done.stdout
+    shown = successful(accelerate_launch(RECIPE, *arguments, "--skip_bad_rows", "--preview", 1))
+    assert shown.count(">>> c") == 1 and not (tmp_path / "out" / "model").exists()
+
+
+def test_packed_run_learns_and_its_report_counts_rows(tmp_path):
+    packed = (
+        "--packing",
+        "--max_length",
+        512,
+        "--per_device_train_batch_size",
+        1,
+        "--max_steps",
+        60,
+        "--eval_steps",
+        0,
+    )
+    output = successful(accelerate_launch(RECIPE, *packed, "--output_dir", tmp_path))
+    assert "packing: 3,600 rows into 418 rows" in output
+    before, after = last_score(tmp_path)
+    assert before < 0.2 and after > 0.5
+
+
 def test_top_level_holds_only_the_fixed_names():
     fixed = {"accelerate_configs", "recipes", "tests", "requirements.txt", "Makefile", "README.md"}
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - {"outputs"}
