@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 from cpu_ranks import run_on_cpu_ranks
+from exact_checks import CASES
 from hook_config import read_hook_config
 from launch import end, make_accelerator
 from tqdm import tqdm
@@ -123,6 +124,8 @@ def write_table(results: dict[str, dict]) -> None:
         "the worst relative error of a tensor in the first step against one unsharded process, in fp32 or the YAML's "
         "dtypes. Weights: the largest absolute difference after three steps.",
         "",
+        "A star marks results from before a case joined the checks; `make sweep ARGS=NAME` brings a name up to date.",
+        "",
         "| name | class | gradient | weights | packed documents | units (default, performance, mem_limit) |",
         "|---|---|---|---|---|---|",
     ]
@@ -136,10 +139,16 @@ def write_table(results: dict[str, dict]) -> None:
             for scenario in result["scenarios"].values()
         )
         errors = f"{worst['gradient']:.0e} | {worst['weights']:.0e}"
-        lines.append(f"| {result['name']} | {result['class']} | {errors} | {packed} | {units} |")
+        lines.append(f"| {result['name']}{star(result)} | {result['class']} | {errors} | {packed} | {units} |")
     lines += ["", "## Not proved", "", "| name | class | reason |", "|---|---|---|"]
-    lines += [f"| {r['name']} | {r['class']} | {reason(r)} |" for r in others]
+    lines += [f"| {r['name']}{star(r)} | {r['class']} | {reason(r)} |" for r in others]
     TABLE.write_text("\n".join(lines) + "\n")
+
+
+def star(result: dict) -> str:
+    """A mark where a case of today was not run."""
+    names = {check["name"] for checks in result.get("scenarios", {}).values() for check in checks}
+    return "" if {case.name for case in CASES} <= names or not names else " *"
 
 
 def reason(result: dict) -> str:
