@@ -1,5 +1,6 @@
 """A tiny model of the same architecture as a given config: every rule of the family kept, every width made small."""
 
+import contextlib
 import copy
 import re
 from functools import partial
@@ -129,8 +130,8 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float) -> None:
         if value != old[name]:
             setattr(config, name, value)
     for name, value in vars(config).copy().items():
-        if (isinstance(value, float) or value == 0) and re.search(r"drop|jitter", name):
-            setattr(config, name, dropout if re.search("dropout|pdrop", name) else 0.0)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and re.search(r"drop|jitter", name):
+            set_dropout(config, name, dropout if re.search("dropout|pdrop", name) else 0.0)
         elif name == "axial_pos_embds_dim":
             setattr(config, name, type(value)(v * hidden // sum(value) for v in value))
         elif isinstance(value, (list, tuple)) and all(is_int(v) for v in value):
@@ -144,6 +145,15 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float) -> None:
             setattr(config, name, True)  # encoder families are causal only on demand
     config.use_cache = False
     shrink_rope(config, old)
+
+
+def set_dropout(config: PreTrainedConfig, name: str, value: float) -> None:
+    """Set a probability, in place; one whose config class allows only an int stays off."""
+    if is_int(getattr(config, name)):
+        with contextlib.suppress(Exception):
+            setattr(config, name, value or 0)
+    else:
+        setattr(config, name, value)
 
 
 def shrink_int(name: str, value: int, old: dict[str, Any]) -> int:

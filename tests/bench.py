@@ -3,8 +3,8 @@
     .venv/bin/python tests/bench.py packing preparing
 
 Both sections compare with TRL where it is installed, for instance beside the virtual environment:
-    pip install --target /tmp/trl --no-deps trl==1.16.0
-    PYTHONPATH=/tmp/trl .venv/bin/python tests/bench.py packing
+    pip install --target trl-for-bench --no-deps trl==1.16.0
+    PYTHONPATH=trl-for-bench .venv/bin/python tests/bench.py packing
 """
 
 import argparse
