@@ -51,10 +51,10 @@ def failed_alike(failure: str, what: str, group: dist.ProcessGroup) -> bool:
     failures: list[str | None] = [None] * dist.get_world_size()
     try:
         dist.all_gather_object(failures, failure, group=group)
-    except RuntimeError:
-        failures = [failure, None]
-    if all(failures) or not any(failures):
-        return bool(failure)
+        if all(failures) or not any(failures):
+            return bool(failure)
+    except RuntimeError:  # a rank did not come: it waits elsewhere, or is gone
+        pass
     if failure:
         print(f"\nError: rank {dist.get_rank()} alone failed in {what!r}: {failure}\n", file=sys.stderr, flush=True)
     os._exit(1)

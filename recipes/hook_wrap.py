@@ -63,7 +63,8 @@ def plan_units(model: nn.Module, config: HookConfig) -> list[Unit]:
     if config.hook_wrap_function:
         chosen = user_units(model, config.hook_wrap_function)
         named = {name for unit in chosen for name in unit.modules}  # the user's word goes before the model's
-        units = [replace(u, modules=tuple(set(u.modules) - named)) if u.kind == "fp32" else u for u in units]
+        kept = [tuple(name for name in u.modules if u.kind != "fp32" or name not in named) for u in units]
+        units = [replace(unit, modules=names) for unit, names in zip(units, kept)]  # in one order on every rank
         units = [unit for unit in units if unit.modules] + chosen
         if not chosen:
             raise ValueError(f"hook_wrap_function {config.hook_wrap_function}: returned no unit.")

@@ -199,7 +199,7 @@ def verify(
 
 def reference_key(case: Case, config: HookConfig) -> tuple:
     """What an unsharded run depends on: neither wrapping nor recompute."""
-    dtypes = (config.hook_param_dtype, config.hook_reduce_dtype, config.hook_norm_dtype)
+    dtypes = (config.hook_param_dtype, config.hook_reduce_dtype, config.hook_norm_dtype, config.hook_buffer_dtype)
     return case.dropout, case.accumulation, case.use_peft, case.balances, dtypes
 
 

@@ -71,6 +71,16 @@ def test_what_the_model_keeps_in_fp32_is_a_unit_where_a_module_holds_nothing_els
     assert not [unit for unit in units["fp32"] if unit.kind == "fp32"]
 
 
+def test_module_that_the_user_wraps_leaves_the_fp32_unit_and_the_order_of_the_others_stays(tmp_path):
+    """The order is that of the gathered parameters: it must not depend on a process's hash seed."""
+    model = tiny("deepseek_v2")
+    kept = kept_in_fp32(model)[0]
+    (tmp_path / "mine.py").write_text(f"def wrap(model):\n    return [({[kept[1]]!r}, True)]\n")
+    config = dataclasses.replace(CONFIG, hook_param_dtype="bf16", hook_wrap_function=f"{tmp_path / 'mine.py'}:wrap")
+    units = plan_units(model, config)
+    assert [unit.modules for unit in units] == [(kept[0], *kept[2:]), (kept[1],)]
+
+
 def test_most_models_keep_nothing_in_fp32():
     assert kept_in_fp32(tiny_llama()) == ([], [])
 
