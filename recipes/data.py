@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from data_formats import FORMATS, Example, find_format, read_example, row_of
+from data_formats import FORMATS, Example, as_columns, find_format, read_example, row_of
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from filelock import FileLock
@@ -84,8 +84,7 @@ def tokenize_window(
     skip_bad_rows: bool,
 ) -> list[dict[str, list[int]]]:
     """Token rows of some records of a stream. Raises ValueError for bad ones, unless they are skipped."""
-    names = dict.fromkeys(name for record in records for name in record)
-    batch = {name: [record.get(name) for record in records] for name in names}
+    batch = as_columns(records)
     indices = list(range(first_index, first_index + len(records)))
     made = tokenize_batch(batch, indices, tokenizer, columns, options)
     problems = [problem for problem in made["problem"] if problem]

@@ -47,6 +47,12 @@ def row_of(record: dict[str, Any], index: int, columns: dict[str, str]) -> tuple
     return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}, where, problem
 
 
+def as_columns(records: list[dict[str, Any]]) -> dict[str, list]:
+    """Records as columns; a column that only some have is null in the others."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [record.get(name) for record in records] for name in names}
+
+
 def find_format(row: dict[str, Any], mapped: Iterable[str] = ()) -> str:
     """Return which of FORMATS a row is; one that the user's --dataset_columns make comes first.
 

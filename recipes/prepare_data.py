@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data import FORMATS, prompts_and_answers, tokenize_rows, tokenize_window
+from data import FORMATS, as_columns, prompts_and_answers, tokenize_rows, tokenize_window
 from data_sources import load_rows, open_stream
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
     splits = arguments.dataset_train_split, arguments.dataset_test_split
     if arguments.streaming:
         train_set, test_set = (
-            Dataset.from_list(list(islice(open_stream(names, split, splits[0]), limit)))
+            Dataset.from_dict(as_columns(list(islice(open_stream(names, split, splits[0]), limit))))
             for split, limit in zip(splits, (FIRST_ROWS, None))
         )
         test_set = test_set if len(test_set) else None

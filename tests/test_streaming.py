@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import streaming
+from data import as_columns
 from data_sources import open_stream
 from streaming import Stream, stream_steps
 from test_data import write
@@ -96,3 +97,7 @@ def test_files_and_folders_are_streamed_split_by_split(tmp_path: Path) -> None:
 
     assert texts("train") == ["train-0 0", "train-0 1", "train-1 0", "train-1 1"]
     assert texts("test") == ["test 0", "test 1"]
+
+
+def test_column_that_only_later_records_have_is_kept() -> None:
+    assert as_columns([{"a": 1}, {"a": 2, "b": 3}]) == {"a": [1, 2], "b": [None, 3]}
