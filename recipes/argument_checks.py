@@ -47,6 +47,14 @@ def check_arguments(arguments: Any) -> list[str]:
     for name in arguments.report_to:
         if name not in ("none", "all") and importlib.util.find_spec(name) is None:
             problems.append(f"--report_to {name}: not installed (pip install {name}), or use none")
+    if arguments.on_save_error not in ("stop", "continue"):
+        problems.append(f"--on_save_error: found {arguments.on_save_error}, allowed: stop, continue")
+    save_steps, eval_steps = arguments.save_steps, arguments.eval_steps
+    if arguments.load_best_model_at_end and (not save_steps or not eval_steps or save_steps % eval_steps):
+        problems.append(
+            f"--load_best_model_at_end needs each checkpoint evaluated: --save_steps (found {save_steps}) a multiple "
+            f"of --eval_steps (found {eval_steps}), both above 0"
+        )
     folder = Path(arguments.output_dir)
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -100,7 +100,13 @@ class FinetuneArguments:
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata={"help": "Trackers, or none."})
     save_steps: int = field(default=0, metadata={"help": "Checkpoint every so many steps (0: none)."})
     save_total_limit: int | None = field(default=None, metadata={"help": "Checkpoints to keep."})
+    load_best_model_at_end: bool = field(
+        default=False, metadata={"help": "Keep the checkpoint of the lowest eval_loss and export that one."}
+    )
+    async_save: bool = field(default=False, metadata={"help": "Train on while a copy of the state is written."})
+    on_save_error: str = field(default="stop", metadata={"help": "stop, or continue without that checkpoint."})
     resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint folder, or latest."})
+    check_hashes: bool = field(default=False, metadata={"help": "Read all files of the checkpoint before loading it."})
 
 
 def parse_arguments(argv: list[str] | None = None, sample_dir: Path | None = None) -> FinetuneArguments:

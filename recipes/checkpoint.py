@@ -1,123 +1,237 @@
-"""Training state on disk: sharded checkpoints to resume from, and the final Hugging Face folder."""
+"""Checkpoints on disk: written whole or not at all, found again, pruned. Loading one is resume.py.
 
+    checkpoint-120/
+      manifest.json    what it is, and the size and hash of every file; a folder without it is no checkpoint
+      model/           safetensors; each file holds the rows of one rank
+      optimizer/       the same for the optimizer's state
+      random_state/    one file per rank
+
+Nothing is pickled: tensors are safetensors, all else is JSON, so that loading a checkpoint runs no code from it.
+"""
+
+import hashlib
 import json
 import os
 import shutil
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from model_structure import base_model, set_use_cache
+from launch import stop_together
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import PreTrainedTokenizerBase
+from training_state import random_state, training_tensors
 
 MANIFEST = "manifest.json"
+START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
+FILE_BYTES = 2**30  # a rank's file is made in host memory before it is written
+LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
 
 
-def save_checkpoint(accelerator: Accelerator, output_dir: str, state: dict[str, Any], limit: int | None) -> Path:
-    """Write model, optimizer, schedule and random state of every rank to output_dir/checkpoint-STEP.
+class CheckpointWriter:
+    """Saves the training state of a run to output_dir/checkpoint-STEP. Every rank makes one, and calls it alike.
 
-    Written beside its final name, marked complete with a manifest, renamed, and only then are the oldest ones pruned:
-    what a kill leaves behind is never taken for a checkpoint. Every rank must call it.
+    `run` goes into the manifest: what resume.py compares. With `is_async` the state is copied to host memory and
+    written by a thread while training goes on; one is written at a time.
     """
-    final = Path(output_dir, f"checkpoint-{state['step']}")
-    temporary = final.with_name(final.name + ".incomplete")
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        write_synced(temporary / MANIFEST, json.dumps({**state, "world_size": accelerator.num_processes}))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        complete = complete_checkpoints(output_dir)
-        for old in complete[: -limit or None] if limit else []:
-            if old != final:  # a folder may hold later steps of another run
-                shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return final
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        arguments: Any,
+        run: dict[str, Any],
+    ) -> None:
+        self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
+        self.folder, self.run = Path(arguments.output_dir), run
+        self.limit, self.keeps_best = arguments.save_total_limit, arguments.load_best_model_at_end
+        self.is_async, self.on_error = arguments.async_save, arguments.on_save_error
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
+        self.thread: threading.Thread | None = None
+        self.outcome = ""
+
+    def save(self, state: dict[str, Any]) -> str:
+        """Write a checkpoint, or start to; returns a line that says so.
+
+        What a kill at any moment leaves behind is the checkpoints that were complete before, and this one only if it is
+        whole. A failure on any rank (a full disk) ends all, or with `on_save_error continue` is the line returned.
+        """
+        line = self.wait()
+        tensors = training_tensors(self.model, self.optimizer, copies=self.is_async)
+        manifest = {**state, **self.run, "schedule_steps": self.scheduler.last_epoch}
+        manifest |= {"world_size": dist.get_world_size(), "versions": {name: version(name) for name in LIBRARIES}}
+        scaler = self.accelerator.scaler
+        manifest |= {"scaler": scaler.state_dict()} if scaler is not None else {}
+        work = partial(self.write, tensors, random_state(self.accelerator.device), manifest)
+        if not self.is_async:
+            work()
+            return self.finish()
+        self.thread = threading.Thread(target=work, name="checkpoint")
+        self.thread.start()
+        return f"{line} | saving checkpoint-{state['step']}".removeprefix(" | ")
+
+    def wait(self) -> str:
+        """Wait for a checkpoint that a thread writes; returns the line on it, empty if there was none."""
+        if self.thread is None:
+            return ""
+        self.thread.join()
+        self.thread = None
+        return self.finish()
+
+    def finish(self) -> str:
+        """The line on a checkpoint that was written; every rank holds the same outcome."""
+        if self.outcome.startswith("saved") or self.on_error == "continue":
+            return self.outcome
+        with stop_together():
+            raise ValueError(f"{self.outcome}; earlier checkpoints are intact (--on_save_error continue goes on).")
+
+    def write(self, tensors: dict[str, dict], random_states: bytes, manifest: dict[str, Any]) -> None:
+        """All phases of one checkpoint; after each the ranks agree, so that none waits for one that failed."""
+        final = self.folder / f"checkpoint-{manifest['step']}"
+        temporary, rank = final.with_name(final.name + ".incomplete"), dist.get_rank()
+        random_file = temporary / "random_state" / f"rank-{rank:05}.safetensors"
+        phases: list[Callable[[], Any]] = [partial(make_folder, temporary, list(tensors)) if rank == 0 else list]
+        phases += [partial(self.write_tensors, held, temporary / name) for name, held in tensors.items()]
+        phases += [partial(write_synced, random_file, random_states), partial(self.describe_files, temporary)]
+        for phase in phases:
+            failure, results = self.agree(phase)
+            if failure:
+                break
+        if not failure:
+            manifest["files"] = {name: facts for files in results for name, facts in files.items()}
+            complete = partial(complete_checkpoint, temporary, final, manifest)
+            failure, _ = self.agree(complete if rank == 0 else list)
+        if failure:
+            shutil.rmtree(temporary, ignore_errors=True) if rank == 0 else None
+            self.outcome = f"checkpoint-{manifest['step']} could not be saved: {failure}"
+            return
+        size = sum(facts["size"] for facts in manifest["files"].values())
+        self.outcome = f"saved {final} ({size / 2**20:,.1f} MiB)"
+        failure, _ = self.agree(partial(prune, self.folder, final, self.limit, self.keeps_best) if rank == 0 else list)
+        self.outcome += f"; older ones could not be removed: {failure}" if failure else ""
+
+    def agree(self, phase: Callable[[], Any]) -> tuple[str, list[Any]]:
+        """Run a phase; returns (the first rank's failure or "", each rank's result)."""
+        failure, result = "", None
+        try:
+            result = phase()
+        except dcp.CheckpointException as error:  # raised on every rank, with what happened on each
+            failures = {r: wrapped[0] for r, wrapped in error.failures.items()}
+            failure = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
+        except Exception as error:
+            failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (failure, result), group=self.group)
+        return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
+
+    def write_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        """Each rank writes its rows, in files of about FILE_BYTES. A collective."""
+        numbers, written = {}, 0
+        for name, tensor in tensors.items():
+            numbers[name] = 1 + written // FILE_BYTES
+            written += tensor.numel() * tensor.element_size() // dist.get_world_size()
+        writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, process_group=self.group)
+
+    def describe_files(self, temporary: Path) -> dict[str, dict[str, Any]]:
+        """Size and hash of every so many-th file: the ranks share the reading."""
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        mine = files[dist.get_rank() :: dist.get_world_size()]
+        return {
+            str(path.relative_to(temporary)): {"size": path.stat().st_size, "sha256": sha256(path)} for path in mine
+        }
 
 
-def write_synced(path: Path, text: str) -> None:
+def make_folder(temporary: Path, parts: list[str]) -> None:
+    """An empty folder to write into. The run's folder itself is not made: if it vanished, its disk did."""
+    discard(temporary) if temporary.exists() else None
+    temporary.mkdir()
+    for part in (*parts, "random_state"):
+        (temporary / part).mkdir()
+
+
+def complete_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """The manifest makes it a checkpoint, the rename gives it its name; the disk has each before the next."""
+    for folder in (*(path for path in temporary.iterdir() if path.is_dir()), temporary):
+        sync_folder(folder)
+    write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+    sync_folder(temporary)
+    if final.exists():
+        discard(final)
+    os.replace(temporary, final)
+    sync_folder(final.parent)
+
+
+def prune(folder: Path, newest: Path, limit: int | None, keeps_best: bool) -> None:
+    """Remove the oldest checkpoints beyond `limit` (the best by eval_loss is kept) and what a kill left behind."""
+    complete = complete_checkpoints(folder)
+    best = best_checkpoint(folder) if keeps_best else None
+    for old in complete[: -limit or None] if limit else []:
+        if old not in (newest, best):
+            discard(old)
+    for leftover in (*folder.glob("checkpoint-*.incomplete"), *folder.glob("checkpoint-*.deleted")):
+        shutil.rmtree(leftover)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that half of it is never taken for one."""
+    trash = path.with_name(path.name + ".deleted")
+    shutil.rmtree(trash, ignore_errors=True)
+    os.replace(path, trash)
+    shutil.rmtree(trash)
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_synced(path: Path, data: bytes) -> None:
     """Write a file and wait until the disk has it."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(path, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def complete_checkpoints(output_dir: str) -> list[Path]:
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def complete_checkpoints(folder: str | Path) -> list[Path]:
     """Complete checkpoints in a run's folder, oldest step first."""
-    found = [path.parent for path in Path(output_dir).glob(f"checkpoint-*/{MANIFEST}") if path.parent.suffix == ""]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
+    return sorted((path for path in found if step_of(path) >= 0), key=step_of)
 
 
-def find_checkpoint(name: str, output_dir: str) -> Path:
-    """Return the checkpoint to resume from. `latest` (or True) is the newest complete one of this output folder.
-
-    Raises:
-        ValueError: there is none, or the named folder is not a complete checkpoint.
-    """
-    complete = complete_checkpoints(output_dir)
-    if name.lower() in ("latest", "true"):
-        if not complete:
-            raise ValueError(f"--resume_from_checkpoint {name}: no complete checkpoint in {output_dir}.")
-        return complete[-1]
-    if not Path(name, MANIFEST).is_file():
-        known = ", ".join(path.name for path in complete) or "none"
-        raise ValueError(f"--resume_from_checkpoint {name}: not a complete checkpoint. In {output_dir}: {known}.")
-    return Path(name)
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name, -1 if it is none."""
+    number = path.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
 
 
-def check_no_checkpoints(output_dir: str) -> None:
-    """Raise ValueError if a new run would write its checkpoints among those of an earlier one."""
-    found = complete_checkpoints(output_dir)
-    if found:
-        raise ValueError(
-            f"--output_dir {output_dir} holds {found[-1].name} of an earlier run. Continue it with "
-            "--resume_from_checkpoint latest, or choose another folder."
-        )
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
 
 
-def resume(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
-    """Load a checkpoint into the prepared objects, and return the state it was saved with (step, data position)."""
-    state = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    if accelerator.scaler is not None:  # loading steps the optimizer once, and the scaler is made at its first use
-        accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
-    accelerator.load_state(str(checkpoint))
-    return state
-
-
-def export_model(
-    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str, dtype: torch.dtype
-) -> None:
-    """Write the model (or, for LoRA, the adapter alone) so that plain transformers / peft loads it.
-
-    Weights are gathered to rank 0's host memory, cast to `dtype` (an adapter stays fp32, tied weights are stored once),
-    and written as safetensors beside the tokenizer. Every rank must call it.
-    """
-    is_adapter = hasattr(model, "peft_config")
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_adapter)
-    weights = get_model_state_dict(model, options=options)  # empty on all ranks but the first
-    if accelerator.is_main_process:
-        config = base_model(model).config
-        set_use_cache(model, True)
-        if not is_adapter:
-            weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-            for name in getattr(model, "all_tied_weights_keys", None) or ():
-                weights.pop(name, None)
-        sharded_class = type(model)
-        if not is_adapter:
-            model.__class__ = sharded_class.__mro__[2]  # [FSDPName, FSDPModule, Name]: a hub model's own code is saved
-        model.save_pretrained(folder, state_dict=weights)
-        model.__class__ = sharded_class
-        if not is_adapter:
-            config.dtype = dtype  # save_pretrained wrote the dtype of the fp32 masters
-            config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        set_use_cache(model, False)
-    accelerator.wait_for_everyone()
+def best_checkpoint(folder: str | Path) -> Path | None:
+    """The complete checkpoint of the lowest eval_loss, None if none was evaluated."""
+    losses = {path: read_manifest(path).get("eval_loss") for path in complete_checkpoints(folder)}
+    evaluated = {path: loss for path, loss in losses.items() if loss is not None}
+    return min(evaluated, key=evaluated.__getitem__, default=None)

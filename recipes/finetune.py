@@ -16,10 +16,12 @@ wrap_report.py and a YAML.
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,8 +29,9 @@ from accelerate.utils import set_seed
 from architecture import check_architecture
 from arguments import FinetuneArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
-from checkpoint import check_no_checkpoints, export_model, find_checkpoint, resume, save_checkpoint
+from checkpoint import START, CheckpointWriter, best_checkpoint, read_manifest
 from data import preview
+from export import export_model
 from greedy_answers import before_and_after, exact_match, greedy_answers
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
@@ -36,30 +39,25 @@ from hook_activation_checkpointing import (
     recomputed_blocks,
 )
 from hook_config import HookConfig, as_plain_dict, notes, read_hook_config
-from hook_wrap import Unit, apply_units, plan_units, reshard_all, set_gradient_sync
-from launch import end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
-from losses import micro_batch_loss, num_label_tokens, token_loss_sum
+from hook_wrap import apply_units, plan_units, reshard_all, set_gradient_sync
+from launch import end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_signals, stop_together
+from losses import describe_non_finite, micro_batch_loss, num_label_tokens, token_loss_sum
 from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
 from optimizer import make_optimizer, offload_state_between_steps, prepare
 from packing import pack_rows
 from prepare_data import prepare_data
+from resume import check_files, check_no_checkpoints, compare_runs, find_checkpoint, load_weights, resume, run_facts
 from streaming import Stream, stream_steps
 from torch import nn
+from training_state import data_hash
 from transformers import get_scheduler
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
-from wrap_report import (
-    build_report,
-    check_against_plan,
-    module_tree,
-    read_units,
-    save_report,
-    summary_lines,
-    warnings_for,
-)
+from wrap_report import report_wrap, save_report
 
 SAMPLE_DIR = Path(__file__).parent / "sample"
+STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + SIGTERM)
 MAX_SKIPPED_STEPS = 50  # fp16: halving the initial scale that often reaches its floor; then it is no overflow
 
 
@@ -77,6 +75,7 @@ def main() -> None:
     with stop_together():
         tokenizer = load_tokenizer(arguments)
         data = prepare_data(arguments, tokenizer)
+        rows_hash = data_hash(data.train)
     if arguments.preview:
         accelerator.print("\n".join([*data.lines, preview(data.train, tokenizer, arguments.preview)]))
         return end(accelerator)
@@ -101,7 +100,11 @@ def main() -> None:
         frozen_dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         cast_stored_parameters(model, hook_config, frozen_dtype)
         cast_buffers(model, hook_config)
-        report_wrap(accelerator, model, units, recomputed, hook_config, output_dir)
+        keys = as_plain_dict(hook_config)
+        report, lines = report_wrap(model, units, recomputed, recomputed_blocks(model), count_blocks(model), keys)
+        lines += [f"note: {note}" for note in notes(hook_config, is_cpu)]
+        accelerator.print("\n".join(lines))
+        accelerator.on_main_process(save_report)(report, output_dir)
 
     # Optimizer after wrapping and before any forward; the schedule counts optimizer steps on any number of ranks.
     with stop_together():
@@ -117,20 +120,24 @@ def main() -> None:
     warmup_steps = arguments.warmup_steps if arguments.warmup_steps >= 1 else arguments.warmup_steps * total_steps
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, math.ceil(warmup_steps), total_steps)
     model, prepared_optimizer = prepare(accelerator, model, optimizer)
-    accelerator.register_for_checkpointing(scheduler)
 
-    step, position = 0, {"epoch": 0, "rows_seen": 0}
+    # Where the run stands: at its start, or where a checkpoint was written.
+    state, checkpoint = dict(START), None
     set_seed(arguments.seed, device_specific=True)  # each rank drops other units
+    run = run_facts(arguments, keys, rows_hash, model)
     with stop_together():
-        if arguments.save_steps and not arguments.resume_from_checkpoint:
-            check_no_checkpoints(output_dir)
         if arguments.resume_from_checkpoint:
             checkpoint = find_checkpoint(arguments.resume_from_checkpoint, output_dir)
-            state = resume(accelerator, checkpoint)
-            step, position = state["step"], {name: state[name] for name in ("epoch", "rows_seen")}
-            if step >= total_steps:
-                raise ValueError(f"{checkpoint} is at step {step} of {total_steps}: nothing to do; raise --max_steps.")
-            accelerator.print(f"resumed from {checkpoint}: step {step}, epoch {position['epoch']}")
+            check_files(checkpoint, arguments.check_hashes)
+            lines = compare_runs(read_manifest(checkpoint), run)
+        else:
+            check_no_checkpoints(output_dir)
+    if checkpoint is not None:
+        with stop_together():
+            state, lost = resume(accelerator, model, optimizer, scheduler, checkpoint)
+        lines = [f"note: {line}" for line in [*lines, *lost]]
+        resumed = f"resumed from {checkpoint}: step {state['step']}, epoch {state['epoch']}"
+        accelerator.print("\n".join([resumed, *lines]))
     print_start(accelerator, hook_config, arguments, data.lines, total_steps)
     accelerator.init_trackers(Path(output_dir).name)
 
@@ -142,13 +149,26 @@ def main() -> None:
     before = answer_prompts() if prompts else []
     share = micro, accumulation, rank, world_size, arguments.seed, pad_token_id
     workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
+    position = {name: state[name] for name in ("epoch", "rows_seen")}
     steps = training_steps(data.train, *share, workers, is_grouped, **position)
     if data.stream is not None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
-    log = MetricsLog(accelerator, output_dir, total_steps, step)
+    log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
     if test_batches:
-        log.write(step, {"eval_loss": evaluate(accelerator, model, test_batches)})
-    train(accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, step, arguments, hook_config)
+        log.write(state["step"], {"eval_loss": evaluate(accelerator, model, test_batches)})
+    writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
+    with stop_signals() as signals:
+        parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer, signals
+        is_finished = train(*parts, arguments, hook_config)
+    if not is_finished:
+        log.say("stopped by a signal after a save; go on with --resume_from_checkpoint latest")
+        log.close()
+        end(accelerator)
+        sys.exit(STOPPED)
+    best = best_checkpoint(output_dir) if arguments.load_best_model_at_end else None
+    if best is not None:
+        load_weights(model, optimizer, best)
+        log.say(f"lowest eval_loss: {best}, loaded")
     if prompts:
         after = answer_prompts()
         first, last = exact_match(before, expected), exact_match(after, expected)
@@ -169,14 +189,17 @@ def train(
     steps: Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]],
     test_batches: Iterable[dict[str, torch.Tensor]],
     log: MetricsLog,
-    step: int,
+    state: dict[str, Any],
+    writer: CheckpointWriter,
+    signals: list[int],
     arguments: FinetuneArguments,
     hook_config: HookConfig,
-) -> None:
-    """Run the optimizer steps that are left."""
+) -> bool:
+    """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
     device, world_size = accelerator.device, accelerator.num_processes
     meter, skipped, skipped_in_a_row = StepMeter(), 0, 0
-    while step < log.total_steps:
+    step, is_stopping = state["step"], False
+    while step < log.total_steps and not is_stopping:
         fetch_started = time.perf_counter()
         micro_batches, position = next(steps)
         meter.data_s += time.perf_counter() - fetch_started
@@ -196,8 +219,13 @@ def train(
             loss_sum += token_loss
             del loss  # else this micro-batch's graph would live on beside the next one's
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
-        loss_sum = accelerator.reduce(loss_sum).item()
-        stop_if_not_finite(accelerator, loss_sum, grad_norm, step + 1, skipped_in_a_row)
+        # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
+        loss_sum, signalled = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))])).tolist()
+        is_stopping = signalled > 0
+        may_overflow = accelerator.scaler is not None and skipped_in_a_row < MAX_SKIPPED_STEPS
+        if problem := describe_non_finite(loss_sum, grad_norm, step + 1, may_overflow):
+            with stop_together():  # every rank holds the same sums, and ends before the weights change
+                raise ValueError(problem)
         learning_rate = scheduler.get_last_lr()[0]
         optimizer.step()
         if accelerator.optimizer_step_was_skipped:
@@ -208,6 +236,7 @@ def train(
             scheduler.step()
         optimizer.zero_grad()
         step += 1
+        state = {"step": step, **position, "tokens_seen": state["tokens_seen"] + tokens}
         meter.add_step(loss_sum, tokens, label_tokens)
         log.bar.update()
 
@@ -224,28 +253,14 @@ def train(
             eval_loss = evaluate(accelerator, model, test_batches)
             log.say(f"step {step}/{log.total_steps} | eval_loss {eval_loss:.4f}")
             log.write(step, {"eval_loss": eval_loss})
+            state["eval_loss"] = eval_loss
             meter.reset()
-        if arguments.save_steps and (step % arguments.save_steps == 0 or is_last):
-            state = {"step": step, **position}
-            saved = save_checkpoint(accelerator, arguments.output_dir, state, arguments.save_total_limit)
-            log.say(f"step {step}/{log.total_steps} | saved {saved}")
+        if is_stopping or (arguments.save_steps and (step % arguments.save_steps == 0 or is_last)):
+            log.say(f"step {step}/{log.total_steps} | {writer.save(state)}")
             meter.reset()
-
-
-def stop_if_not_finite(accelerator: Accelerator, loss_sum: float, grad_norm: float, step: int, skipped: int) -> None:
-    """End all ranks before the weights change. Both values are sums over ranks, so every rank decides alike.
-
-    An overflowing norm is part of fp16: the scaler skips that step and lowers its scale, up to a limit.
-    """
-    is_overflow = accelerator.scaler is not None and math.isfinite(loss_sum) and skipped < MAX_SKIPPED_STEPS
-    if math.isfinite(loss_sum) and (math.isfinite(grad_norm) or is_overflow):
-        return
-    what = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"grad_norm is {grad_norm}"
-    with stop_together():
-        raise ValueError(
-            f"step {step}: {what}; stopped before the weights changed. bf16: lower --learning_rate or --max_grad_norm "
-            "first; fp16: lower --fp16_initial_scale or use bf16; then hook_norm_dtype: fp32, hook_reduce_dtype: fp32."
-        )
+    if line := writer.wait():
+        log.say(line)
+    return not is_stopping or step == log.total_steps
 
 
 @torch.no_grad()
@@ -262,19 +277,6 @@ def evaluate(accelerator: Accelerator, model: nn.Module, batches: Iterable[dict[
     model.train()
     loss_sum, label_tokens = accelerator.reduce(totals).tolist()
     return loss_sum / label_tokens
-
-
-def report_wrap(
-    accelerator: Accelerator, model: nn.Module, units: list[Unit], recomputed: list[str], config: HookConfig, path: str
-) -> None:
-    """Read off the live model what the hooks did, stop if it is not what was planned, print and save it."""
-    live = read_units(model)
-    check_against_plan(live, units, recomputed_blocks(model), recomputed)
-    report = build_report(live, recomputed, count_blocks(model), as_plain_dict(config))
-    accelerator.print("\n".join([*module_tree(model, live), *summary_lines(report)]))
-    for warning in [*warnings_for(report, model), *notes(config, accelerator.device.type == "cpu")]:
-        accelerator.print(f"note: {warning}")
-    accelerator.on_main_process(save_report)(report, path)
 
 
 def print_start(

@@ -172,6 +172,8 @@ def notes(config: HookConfig, is_cpu: bool) -> list[str]:
         found.append(
             "fsdp_cpu_ram_efficient_loading: no effect; weights are memory-mapped and shared by a machine's ranks"
         )
+    if config.fsdp_state_dict_type == "FULL_STATE_DICT":
+        found.append("fsdp_state_dict_type: FULL_STATE_DICT: no effect; checkpoints are sharded, exported models whole")
     if is_cpu and config.hook_offload_optimizer:
         found.append("hook_offload_optimizer: the optimizer state is in host memory anyway on a CPU; no effect")
     if is_cpu and config.fsdp_offload_params:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -83,6 +84,25 @@ def stop_together() -> Iterator[None]:
             print(f"\nError: {where}{message}\n", file=sys.stderr, flush=True)
     dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
     sys.exit(1)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yield a list into which the signals that ask to stop are noted: SIGTERM and SIGUSR1 (a scheduler's warning), and
+    Ctrl-C. The script saves and ends; a second Ctrl-C ends at once."""
+    received: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    own = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in own.items():
+            signal.signal(number, handler)
 
 
 def one_rank_at_a_time() -> FileLock:

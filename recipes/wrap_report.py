@@ -169,6 +169,23 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     return lines + [f"dtypes of {count} unit(s): {kind}" for kind, count in kinds.items()]
 
 
+def report_wrap(
+    model: nn.Module, planned: list[Unit], asked: list[str], done: list[str], num_blocks: int, keys: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Read off the live model what the hooks did: (the report, lines for the screen).
+
+    `asked` and `done` name the blocks that should recompute and those that do.
+
+    Raises:
+        ValueError: the live model is not what was planned.
+    """
+    live = read_units(model)
+    check_against_plan(live, planned, done, asked)
+    report = build_report(live, asked, num_blocks, keys)
+    warnings = [f"note: {warning}" for warning in warnings_for(report, model)]
+    return report, [*module_tree(model, live), *summary_lines(report), *warnings]
+
+
 def save_report(report: dict[str, Any], output_dir: str) -> None:
     """Write wrap_report.json into the output folder."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,102 @@
+"""What a training run is at a step: its sharded tensors, its random generators, and what identifies it."""
+
+import hashlib
+import json
+import random
+import zlib
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+
+
+def training_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, copies: bool = False
+) -> dict[str, dict[str, torch.Tensor]]:
+    """{"model": {...}, "optimizer": {...}} of sharded tensors by name: the live ones, or copies in host memory.
+
+    Of a model with adapters only what is trained. A tied weight appears once.
+    """
+    options = StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), flatten_optimizer_state_dict=True)
+    weights = get_model_state_dict(model, options=options)
+    once = {plain_name(name) for name, _ in model.named_parameters()}
+    tied = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    weights = {name: value for name, value in weights.items() if name not in tied}
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    # Learning rate, betas and so on are what the arguments say, not state.
+    moments = {name: value for name, value in optimizer_state.items() if name.startswith("state.")}
+    tensors = {"model": weights, "optimizer": moments}
+    if copies:
+        tensors = {
+            kind: {n: t.clone() if t.device.type == "cpu" else t.cpu() for n, t in held.items()}
+            for kind, held in tensors.items()
+        }
+    return tensors
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what selective recompute puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def random_state(device: torch.device) -> bytes:
+    """This rank's random generators (torch on both devices, numpy, Python) as one safetensors file."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = getattr(torch, device.type).get_rng_state(device)
+    kind, keys, *rest = np.random.get_state()
+    others = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
+    return save(states, metadata={name: json.dumps(value) for name, value in others.items()})
+
+
+def set_random_state(file: str, device: torch.device) -> None:
+    """Put back what random_state wrote."""
+    with safe_open(file, framework="pt") as states:
+        tensors = {name: states.get_tensor(name) for name in states.keys()}  # noqa: SIM118 (it is no dict)
+        others = {name: json.loads(text) for name, text in states.metadata().items()}
+    torch.set_rng_state(tensors["cpu"])
+    if device.type != "cpu" and device.type in tensors:
+        getattr(torch, device.type).set_rng_state(tensors[device.type], device)
+    version, numbers, gauss = others["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = others["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+def data_hash(rows: Dataset) -> str:
+    """Identifies token rows, their labels and their order: the same for the same rows, wherever they came from."""
+    digest = hashlib.sha256()
+    for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=10_000):
+        for column in table.columns:
+            digest.update(np.ascontiguousarray(pc.list_value_length(column), dtype=np.int64))
+            digest.update(np.ascontiguousarray(pc.list_flatten(column), dtype=np.int64))
+    return digest.hexdigest()
+
+
+def frozen_checksum(model: nn.Module) -> dict[str, int]:
+    """{dtype: checksum} of the weights that are not trained, so not saved; the same on any number of ranks.
+
+    A sum of their bits as integers, which wraps around and knows no order, so that shards can be added. A collective.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            continue
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not isinstance(parameter, DTensor) and dist.get_rank() > 0:
+            local = local[:0]  # whole on every rank: count it once
+        bits = local.detach().contiguous().view(INTEGERS[local.element_size()])
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        sums[dtype] = sums.get(dtype, 0) + bits.sum(dtype=torch.int64) * zlib.crc32(plain_name(name).encode())
+    for value in sums.values():
+        dist.all_reduce(value)
+    return {dtype: value.item() for dtype, value in sums.items()}
