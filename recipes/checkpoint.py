@@ -58,6 +58,7 @@ class CheckpointWriter:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
         self.thread: threading.Thread | None = None
         self.outcome = ""
+        self.agree(self.prune)  # what a kill left behind
 
     def save(self, state: dict[str, Any]) -> str:
         """Write a checkpoint, or start to; returns a line that says so.
@@ -116,8 +117,20 @@ class CheckpointWriter:
             return
         size = sum(facts["size"] for facts in manifest["files"].values())
         self.outcome = f"saved {final} ({size / 2**20:,.1f} MiB)"
-        failure, _ = self.agree(partial(prune, self.folder, final, self.limit, self.keeps_best) if rank == 0 else list)
+        failure, _ = self.agree(self.prune)
         self.outcome += f"; older ones could not be removed: {failure}" if failure else ""
+
+    def prune(self) -> None:
+        """Remove, on rank 0, the oldest checkpoints beyond the limit (the best is kept) and what a kill left behind."""
+        if dist.get_rank() > 0:
+            return
+        complete = complete_checkpoints(self.folder)
+        best = best_checkpoint(self.folder) if self.keeps_best else None
+        for old in complete[: -self.limit or None] if self.limit else []:
+            if old != best:
+                discard(old)
+        for leftover in (*self.folder.glob("checkpoint-*.incomplete"), *self.folder.glob("checkpoint-*.deleted")):
+            shutil.rmtree(leftover)
 
     def agree(self, phase: Callable[[], Any]) -> tuple[str, list[Any]]:
         """Run a phase; returns (the first rank's failure or "", each rank's result)."""
@@ -169,17 +182,6 @@ def complete_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) 
         discard(final)
     os.replace(temporary, final)
     sync_folder(final.parent)
-
-
-def prune(folder: Path, newest: Path, limit: int | None, keeps_best: bool) -> None:
-    """Remove the oldest checkpoints beyond `limit` (the best by eval_loss is kept) and what a kill left behind."""
-    complete = complete_checkpoints(folder)
-    best = best_checkpoint(folder) if keeps_best else None
-    for old in complete[: -limit or None] if limit else []:
-        if old not in (newest, best):
-            discard(old)
-    for leftover in (*folder.glob("checkpoint-*.incomplete"), *folder.glob("checkpoint-*.deleted")):
-        shutil.rmtree(leftover)
 
 
 def discard(path: Path) -> None:

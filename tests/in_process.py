@@ -1,0 +1,210 @@
+"""Run finetune.py's main in ranks forked from one process that has imported everything: a run costs a second or two.
+
+A rank can be given faults: it is killed at the n-th thing it does on disk below a folder, or a signal is sent to it.
+"""
+
+import builtins
+import contextlib
+import io
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launching import CONFIGS, RECIPES
+
+os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), str(Path(__file__).parent)])  # the fork server imports these
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["finetune", "in_process"])
+
+
+@dataclass
+class Disk:
+    """What a rank does on disk below `folder`: it counts, and at `kill_at` (1 is the first) the process is killed.
+
+    A write is two things: half of its bytes, then the rest, so that a kill leaves torn files too.
+    """
+
+    folder: str
+    kill_at: int = 0
+    events: list[str] = field(default_factory=list)
+
+    def happens(self, what: str, path: object) -> None:
+        """Note one thing, before it is done."""
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path).startswith(self.folder):
+            return
+        self.events.append(f"{what} {os.fspath(path).removeprefix(self.folder)}")
+        if len(self.events) == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self) -> None:
+        """Put this in the way of open, write, fsync, mkdir, replace, rmtree and unlink."""
+        own_open, own_fsync = io.open, os.fsync
+
+        def opened(file, mode="r", *args, **kwargs):
+            writes = "w" in mode
+            if writes:
+                self.happens("open", file)
+            stream = own_open(file, mode, *args, **kwargs)
+            if not writes or not str(file).startswith(self.folder):
+                return stream
+            return Torn(stream, str(file), self)
+
+        def fsync(descriptor):
+            self.happens("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+            own_fsync(descriptor)
+
+        builtins.open = io.open = opened
+        os.fsync = fsync
+        for module, name in ((os, "mkdir"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")):
+            setattr(module, name, self.watched(name, getattr(module, name)))
+
+    def watched(self, name, own):
+        """A function whose first argument is a path, noted before it runs."""
+
+        def call(path, *args, **kwargs):
+            self.happens(name, path)
+            return own(path, *args, **kwargs)
+
+        return call
+
+
+class Torn:
+    """A file whose writes come in halves."""
+
+    def __init__(self, stream, path, disk):
+        self.stream, self.path, self.disk = stream, path, disk
+
+    def write(self, data):
+        half = len(data) // 2
+        self.stream.write(data[:half])
+        self.stream.flush()
+        self.disk.happens("write", self.path)
+        return half + self.stream.write(data[half:])
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self.stream.close()
+
+
+@dataclass
+class Faults:
+    """What goes wrong in a run. `ranks`: which ones; the others run undisturbed."""
+
+    ranks: tuple[int, ...] = ()
+    folder: str = ""  # what happens on disk below it is counted
+    kill_at: int = 0
+    counts: str = ""  # a file to write the counted events to
+    file_size_limit: int = 0  # bytes: a larger write fails as on a full disk
+    limit_from_step: int = 0
+
+
+def be_rank(rank, world_size, port, arguments, log, faults):
+    """One rank: the environment that torchrun sets, then the script."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    import gc
+
+    import finetune
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # the imported libraries are never garbage
+    finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a step
+    sys.argv = ["finetune.py", *map(str, arguments)]
+    disk = Disk(faults.folder, faults.kill_at)
+    if rank in faults.ranks and faults.folder:
+        disk.watch()
+    if rank in faults.ranks and faults.file_size_limit:
+        limit_files(finetune, faults)
+    code = 0
+    try:
+        finetune.main()
+    except SystemExit as stopped:
+        code = stopped.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    if rank in faults.ranks and faults.counts:
+        Path(f"{faults.counts}-{rank}").write_text("\n".join(disk.events))
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def limit_files(finetune, faults):
+    """From the checkpoint of a step on, the disk takes no file larger than the limit."""
+    import resource
+
+    own = finetune.CheckpointWriter.save
+
+    def save(writer, state):
+        if state["step"] >= faults.limit_from_step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_size_limit, resource.RLIM_INFINITY))
+        return own(writer, state)
+
+    finetune.CheckpointWriter.save = save
+
+
+@dataclass
+class Done:
+    """How a run ended."""
+
+    codes: list[int]
+    output: str
+
+
+class Run:
+    """A run of some ranks in the background."""
+
+    def __init__(self, arguments, log, world_size=2, config=CONFIGS / "default.yaml", faults=None):
+        log.unlink(missing_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        arguments = ["--accelerate_config", config, *arguments]
+        common = (world_size, port, [str(a) for a in arguments], str(log), faults or Faults())
+        self.log = log
+        self.ranks = [CONTEXT.Process(target=be_rank, args=(rank, *common)) for rank in range(world_size)]
+        for process in self.ranks:
+            process.start()
+
+    def wait_for(self, text, timeout_s=60):
+        """Wait until the run has printed this."""
+        end = time.monotonic() + timeout_s
+        while text not in (self.log.read_text() if self.log.exists() else ""):
+            assert time.monotonic() < end and any(p.is_alive() for p in self.ranks), self.log.read_text()[-3000:]
+            time.sleep(0.02)
+
+    def wait(self, timeout_s=60):
+        """Wait for the end; a rank that hangs is a failure."""
+        end = time.monotonic() + timeout_s
+        for process in self.ranks:
+            process.join(max(0.1, end - time.monotonic()))
+        hung = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
+        for process in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.join()
+        output = self.log.read_text()
+        assert not hung, f"ranks {hung} hang: {output[-3000:]}"
+        return Done([process.exitcode for process in self.ranks], output)
+
+
+def finetune_in_process(arguments, log, **kwargs):
+    """Run to the end."""
+    return Run(arguments, log, **kwargs).wait()
