@@ -9,10 +9,10 @@ Without a model and a data set it trains the embedded sample. The YAML says what
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
 To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, checkpoint.py, data.py, data_files.py,
-data_formats.py, data_sources.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py,
-hook_wrap.py, label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
-model_structure.py, optimizer.py, packing.py, prepare_data.py, shrink.py, shrink_layers.py, streaming.py, utils.py,
-wrap_report.py and a YAML.
+data_formats.py, data_sources.py, export.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py,
+hook_keys.py, hook_wrap.py, label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
+model_structure.py, optimizer.py, packing.py, prepare_data.py, resume.py, shrink.py, shrink_layers.py, streaming.py,
+training_state.py, utils.py, wrap_report.py and a YAML.
 """
 
 import math
@@ -135,9 +135,8 @@ def main() -> None:
     if checkpoint is not None:
         with stop_together():
             state, lost = resume(accelerator, model, optimizer, scheduler, checkpoint)
-        lines = [f"note: {line}" for line in [*lines, *lost]]
         resumed = f"resumed from {checkpoint}: step {state['step']}, epoch {state['epoch']}"
-        accelerator.print("\n".join([resumed, *lines]))
+        accelerator.print("\n".join([resumed, *(f"note: {line}" for line in [*lines, *lost])]))
     print_start(accelerator, hook_config, arguments, data.lines, total_steps)
     accelerator.init_trackers(Path(output_dir).name)
 
@@ -160,13 +159,14 @@ def main() -> None:
     with stop_signals() as signals:
         parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer, signals
         is_finished = train(*parts, arguments, hook_config)
+        if line := writer.wait():
+            log.say(line)
     if not is_finished:
         log.say("stopped by a signal after a save; go on with --resume_from_checkpoint latest")
         log.close()
         end(accelerator)
         sys.exit(STOPPED)
-    best = best_checkpoint(output_dir) if arguments.load_best_model_at_end else None
-    if best is not None:
+    if arguments.load_best_model_at_end and (best := best_checkpoint(output_dir)):
         load_weights(model, optimizer, best)
         log.say(f"lowest eval_loss: {best}, loaded")
     if prompts:
@@ -258,8 +258,6 @@ def train(
         if is_stopping or (arguments.save_steps and (step % arguments.save_steps == 0 or is_last)):
             log.say(f"step {step}/{log.total_steps} | {writer.save(state)}")
             meter.reset()
-    if line := writer.wait():
-        log.say(line)
     return not is_stopping or step == log.total_steps
 
 

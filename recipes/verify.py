@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from architecture import check_causal, own_loss, packed_isolation
+from checkpoint import START
 from cpu_ranks import describe, failed_alike, run_on_cpu_ranks
 from exact_checks import (
     BALANCING_CASE,
@@ -251,7 +252,9 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     options = types.SimpleNamespace(**names)
     torch.manual_seed(SEED + rank)
     with recorded_outputs(model, run.outputs):
-        finetune.train(accelerator, model, prepared, scheduler, steps, held_out, log, 0, options, config)
+        finetune.train(
+            accelerator, model, prepared, scheduler, steps, held_out, log, dict(START), None, [], options, config
+        )
     trained = [values for values in log.written if "loss" in values]
     run.losses = [values["loss"] for values in trained]
     run.norms = [values["grad_norm"] for values in trained]

@@ -41,9 +41,10 @@ import hook_wrap
 import losses
 import wrap_report
 from arguments import FinetuneArguments
-from checkpoint import export_model
+from checkpoint import START
 from exact_checks import RecordingLog
 from exactness import local
+from export import export_model
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
@@ -256,7 +257,8 @@ def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator, uses_sca
     names = {"max_grad_norm": MAX_GRAD_NORM, "logging_steps": 1, "eval_steps": 0, "save_steps": 0}
     log = RecordingLog()
     torch.manual_seed(7 + rank)
-    finetune.train(accelerator, model, prepared, scheduler, steps, [], log, 0, types.SimpleNamespace(**names), config)
+    options = types.SimpleNamespace(**names)
+    finetune.train(accelerator, model, prepared, scheduler, steps, [], log, dict(START), None, [], options, config)
     out["losses"] = [values["loss"] for values in log.written]
     out["norms"] = [values["grad_norm"] for values in log.written]
     out["log"] = log.written

@@ -14,7 +14,7 @@ SHARED_CASES = ROOT.parent / "shared" / "cases"
 def clean_environment(**variables: str) -> dict[str, str]:
     """This environment without what a launcher would set; offline, one thread per process."""
     names = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_", "RECIPES_", "TORCHELASTIC_")
-    exact = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    exact = {"PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(names) and k not in exact}
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
 

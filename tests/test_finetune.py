@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import yaml
+from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, run
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -27,6 +28,14 @@ def steps_of(folder):
 def successful(done):
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
+
+
+def trained(folder, *arguments):
+    """The output of a run in forked ranks: the script without the launcher."""
+    folder.mkdir(exist_ok=True)
+    done = finetune_in_process([*arguments, "--output_dir", folder], folder / "log")
+    assert not any(done.codes), done.output[-4000:]
+    return done.output
 
 
 def last_score(folder):
@@ -142,40 +151,21 @@ def test_shuffled_answers_are_not_learnt(tmp_path):
             file.write(json.dumps({"messages": [row["messages"][0], answer]}) + "\n")
     shutil.copy(SAMPLE / "data" / "test.jsonl", data)
     arguments = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
-    arguments += ["--dataset_name", data, "--output_dir", tmp_path / "out", "--eval_steps", 0, "--max_steps", 60]
-    successful(accelerate_launch(RECIPE, *arguments))
+    trained(tmp_path / "out", *arguments, "--dataset_name", data, "--eval_steps", 0, "--max_steps", 60)
     assert last_score(tmp_path / "out")[1] < 0.2
 
 
-def test_lora_resumes_bit_equal_and_its_adapter_loads_in_plain_peft(tmp_path):
-    """Dropout on, mid-epoch: ten steps in one go against five, a stop, and five more."""
-    common = ["--use_peft", "--lora_dropout", 0.1, "--max_steps", 10, "--logging_steps", 1, "--eval_steps", 0]
-    common += ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
-    common += ["--dataset_name", SAMPLE / "data" / "train.jsonl", "--predict_with_generate", "false"]
-    common += ["--save_steps", 5, "--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 4]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    successful(accelerate_launch(RECIPE, *common, "--output_dir", whole))
-    shutil.copytree(whole / "checkpoint-5", resumed / "checkpoint-5")
-    (resumed / "checkpoint-9.incomplete").mkdir()  # what a kill leaves behind
-    output = successful(
-        accelerate_launch(RECIPE, *common, "--output_dir", resumed, "--resume_from_checkpoint", "latest")
-    )
-    assert "checkpoint-5: step 5" in output
-    expected, found = steps_of(whole), steps_of(resumed)
-    assert set(found) == {6, 7, 8, 9, 10}
-    for step, row in found.items():
-        assert (row["loss"], row["grad_norm"]) == (expected[step]["loss"], expected[step]["grad_norm"]), step
-    adapter = load_file(whole / "model" / "adapter_model.safetensors")
-    assert {
-        name: value.tolist() for name, value in load_file(resumed / "model" / "adapter_model.safetensors").items()
-    } == {name: value.tolist() for name, value in adapter.items()}
-    assert not any(path.name.startswith("model") for path in (whole / "model").iterdir())
+def test_exported_adapter_loads_in_plain_peft(tmp_path):
+    arguments = ["--use_peft", "--max_steps", 4, "--eval_steps", 0, "--model_name_or_path", SAMPLE / "model"]
+    trained(tmp_path, *arguments, "--dataset_name", SAMPLE / "data" / "train.jsonl", "--learning_rate", 1e-3)
+    adapter = load_file(tmp_path / "model" / "adapter_model.safetensors")
+    assert not any(path.name.startswith("model") for path in (tmp_path / "model").iterdir())
     assert all("lora_" in name and "FSDP" not in name and "_orig_mod" not in name for name in adapter)
     base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model")
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         without = base(ids).logits.clone()
-        assert not torch.equal(PeftModel.from_pretrained(base, whole / "model").eval()(ids).logits, without)
+        assert not torch.equal(PeftModel.from_pretrained(base, tmp_path / "model").eval()(ids).logits, without)
 
 
 def test_recipe_copied_with_the_files_it_names_runs_elsewhere(tmp_path):
@@ -217,27 +207,18 @@ def model_with_its_own_code(folder):
 def test_bad_row_ends_both_ranks_with_one_message_and_a_preview_trains_nothing(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a b", "completion": " c"}\n{"prompt": "a b", "completion": ""}\n')
-    arguments = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", rows, "--output_dir", tmp_path / "out"]
-    done = accelerate_launch(RECIPE, *arguments, timeout_s=120)
+    arguments = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", rows]
+    done = accelerate_launch(RECIPE, *arguments, "--output_dir", tmp_path / "bad", timeout_s=120)
     assert done.returncode != 0
     assert done.stdout.count(f"{rows}, line 2: completion is empty") == 1 and "--skip_bad_rows" in done.stdout
-    shown = successful(accelerate_launch(RECIPE, *arguments, "--skip_bad_rows", "--preview", 1))
+    shown = trained(tmp_path / "out", *arguments, "--skip_bad_rows", "--preview", 1)
     assert shown.count(">>> c") == 1 and not (tmp_path / "out" / "model").exists()
 
 
 def test_packed_run_learns_and_its_report_counts_rows(tmp_path):
-    packed = (
-        "--packing",
-        "--max_length",
-        512,
-        "--per_device_train_batch_size",
-        1,
-        "--max_steps",
-        60,
-        "--eval_steps",
-        0,
-    )
-    output = successful(accelerate_launch(RECIPE, *packed, "--output_dir", tmp_path))
+    sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
+    packed = ["--packing", "--max_length", 512, "--per_device_train_batch_size", 1, "--max_steps", 60]
+    output = trained(tmp_path, *sample, "--dataset_name", SAMPLE / "data", *packed, "--eval_steps", 0)
     assert "packing: 3,600 rows into 418 rows" in output
     before, after = last_score(tmp_path)
     assert before < 0.2 and after > 0.5
