@@ -1,6 +1,8 @@
 # make finetune   set up and train the embedded sample
 # make test       set up and run the tests (2 CPU cores are enough)
 # make sweep      verify every architecture that transformers knows (slow; goes on where it stopped)
+# make kill_points  kill a rank at everything it does on disk while it saves, and resume (slow)
+# make bench      measure what the recipes claim about speed and size, ours beside others
 # make lint       check the style
 
 PYTHON ?= python3
@@ -8,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= accelerate_configs/default.yaml
 
-.PHONY: finetune test sweep lint clean
+.PHONY: finetune test sweep kill_points bench lint clean
 
 finetune: $(VENV)/recipes.done
 	@# one process per GPU; two on a machine without, the smallest number that shards
@@ -22,6 +24,12 @@ test: $(VENV)/tests.done
 
 sweep: $(VENV)/tests.done
 	$(BIN)/python tests/sweep.py $(ARGS)
+
+kill_points: $(VENV)/tests.done
+	$(BIN)/python tests/kill_points.py $(ARGS)
+
+bench: $(VENV)/tests.done
+	$(BIN)/python tests/bench.py $(ARGS)
 
 lint: $(VENV)/tests.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from launch import stop_together
 from torch import nn
 from training_state import random_state, training_tensors
@@ -58,6 +59,8 @@ class CheckpointWriter:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
         self.thread: threading.Thread | None = None
         self.outcome = ""
+        with stop_together():
+            self.lock = lock_folder(self.folder) if dist.get_rank() == 0 else None
         self.agree(self.prune)  # what a kill left behind
 
     def save(self, state: dict[str, Any]) -> str:
@@ -162,6 +165,20 @@ class CheckpointWriter:
         return {
             str(path.relative_to(temporary)): {"size": path.stat().st_size, "sha256": sha256(path)} for path in mine
         }
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Hold a run's folder until this process ends. Ranks whose launcher was killed train on: a second run would remove
+    what they write. Raises ValueError where another run holds it."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"--output_dir {folder}: another run is still writing to it. End its processes (they outlive a launcher "
+            "that was killed), or choose another folder."
+        ) from None
+    return lock
 
 
 def make_folder(temporary: Path, parts: list[str]) -> None:

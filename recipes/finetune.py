@@ -9,7 +9,7 @@ Without a model and a data set it trains the embedded sample. The YAML says what
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
 To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, checkpoint.py, data.py, data_files.py,
-data_formats.py, data_sources.py, export.py, greedy_answers.py, hook_activation_checkpointing.py, hook_config.py,
+data_formats.py, data_sources.py, greedy_answers.py, hf_folder.py, hook_activation_checkpointing.py, hook_config.py,
 hook_keys.py, hook_wrap.py, label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
 model_structure.py, optimizer.py, packing.py, prepare_data.py, resume.py, shrink.py, shrink_layers.py, streaming.py,
 training_state.py, utils.py, wrap_report.py and a YAML.
@@ -31,8 +31,8 @@ from arguments import FinetuneArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
 from checkpoint import START, CheckpointWriter, best_checkpoint, read_manifest
 from data import preview
-from export import export_model
 from greedy_answers import before_and_after, exact_match, greedy_answers
+from hf_folder import export_model
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
@@ -170,13 +170,13 @@ def main() -> None:
         load_weights(model, optimizer, best)
         log.say(f"lowest eval_loss: {best}, loaded")
     if prompts:
-        after = answer_prompts()
-        first, last = exact_match(before, expected), exact_match(after, expected)
+        first, last = exact_match(before, expected), exact_match(after := answer_prompts(), expected)
         log.write(total_steps, {"exact_match_before": first, "exact_match_after": last})
         log.say(before_and_after(prompts, expected, before, after))
         log.say(f"exact match of {len(prompts)} held-out answers: {first:.1%} before, {last:.1%} after")
     log.close()
-    export_model(accelerator, model, tokenizer, str(Path(output_dir, "model")), export_dtype)
+    with stop_together():
+        export_model(model, tokenizer, Path(output_dir, "model"), export_dtype, accelerator.is_main_process)
     accelerator.print(f"model: {output_dir}/model | metrics: {log.path} | what FSDP did: {output_dir}/wrap_report.json")
     end(accelerator)
 

@@ -1,5 +1,6 @@
 """What is measured per step, and where it is written: the log line, metrics.jsonl, the trackers."""
 
+import contextlib
 import gc
 import json
 import time
@@ -79,6 +80,15 @@ def format_line(step: int, total_steps: int, values: dict[str, float]) -> str:
     return " | ".join(fields)
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; one that a kill left unfinished is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
 class MetricsLog:
     """metrics.jsonl, the trackers of --report_to, and the progress bar of a terminal. Writes on the main process."""
 
@@ -90,9 +100,10 @@ class MetricsLog:
         self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", disable=disable)
         if accelerator.is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines = self.path.read_text(encoding="utf-8").splitlines() if first_step and self.path.is_file() else []
-            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= first_step]  # the rest runs again
-            self.path.write_text("".join(kept), encoding="utf-8")
+            kept = [row for row in read_metrics(self.path) if row["step"] <= first_step] if first_step else []
+            beside = self.path.with_suffix(".new")  # a kill in the middle must not lose the lines of earlier steps
+            beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            beside.replace(self.path)  # later steps run again
 
     def say(self, text: str) -> None:
         """Print a line once, above the bar."""
@@ -100,11 +111,15 @@ class MetricsLog:
             self.bar.write(text)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write values, unrounded, to metrics.jsonl and to the trackers."""
-        if self.accelerator.is_main_process:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-        self.accelerator.log(values, step=step)
+        """Write values, unrounded, to metrics.jsonl and to the trackers. A full disk does not end the run: that is for
+        the next checkpoint to decide (--on_save_error)."""
+        try:
+            if self.accelerator.is_main_process:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, **values}) + "\n")
+            self.accelerator.log(values, step=step)
+        except OSError as error:
+            self.say(f"step {step}: metrics could not be written: {error}")
 
     def close(self) -> None:
         """End the bar."""

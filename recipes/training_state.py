@@ -3,7 +3,6 @@
 import hashlib
 import json
 import random
-import zlib
 
 import numpy as np
 import pyarrow.compute as pc
@@ -83,20 +82,23 @@ def data_hash(rows: Dataset) -> str:
 
 
 def frozen_checksum(model: nn.Module) -> dict[str, int]:
-    """{dtype: checksum} of the weights that are not trained, so not saved; the same on any number of ranks.
-
-    A sum of their bits as integers, which wraps around and knows no order, so that shards can be added. A collective.
-    """
+    """{dtype: checksum} of the weights that are not trained, so not saved; the same on any number of ranks. A
+    collective."""
     sums: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             continue
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not isinstance(parameter, DTensor) and dist.get_rank() > 0:
             local = local[:0]  # whole on every rank: count it once
-        bits = local.detach().contiguous().view(INTEGERS[local.element_size()])
         dtype = str(parameter.dtype).removeprefix("torch.")
-        sums[dtype] = sums.get(dtype, 0) + bits.sum(dtype=torch.int64) * zlib.crc32(plain_name(name).encode())
+        sums[dtype] = sums.get(dtype, 0) + checksum(local)
     for value in sums.values():
         dist.all_reduce(value)
     return {dtype: value.item() for dtype, value in sums.items()}
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits as integers. It wraps around and knows no order, so that the sums of shards, or of
+    the parts that a family's files hold, add up to that of the whole."""
+    return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

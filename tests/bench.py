@@ -1,8 +1,9 @@
 """Measure what the recipes claim, ours and others side by side in one run.
 
-    .venv/bin/python tests/bench.py packing preparing
+    make bench
+    .venv/bin/python tests/bench.py packing preparing checkpoints
 
-Both sections compare with TRL where it is installed, for instance beside the virtual environment:
+The first two compare with TRL where it is installed, for instance beside the virtual environment:
     pip install --target trl-for-bench --no-deps trl==1.16.0
     PYTHONPATH=trl-for-bench .venv/bin/python tests/bench.py packing
 """
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import datasets
 import numpy as np
 import pyarrow as pa
+from bench_checkpoint import checkpoints
 from data import tokenize_rows
 from data_sources import load_rows
 from packing import pack_rows, plan_packing
@@ -216,7 +218,11 @@ def trl_planning(lengths: np.ndarray) -> int:
     return len(bins)
 
 
-SECTIONS: dict[str, Callable[[], Iterator[str]]] = {"packing": packing, "preparing": preparing}
+SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
+    "packing": packing,
+    "preparing": preparing,
+    "checkpoints": checkpoints,
+}
 
 if __name__ == "__main__":
     datasets.disable_progress_bars()

@@ -44,7 +44,7 @@ from arguments import FinetuneArguments
 from checkpoint import START
 from exact_checks import RecordingLog
 from exactness import local
-from export import export_model
+from hf_folder import export_model
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
@@ -533,7 +533,8 @@ def run_export(base: HookConfig, accelerator: Accelerator, folder: Path) -> dict
     """A tied model, exported in bf16 from its shards and loaded by plain transformers."""
     cell = Cell("embeddings", tied=True)
     tokenizer = types.SimpleNamespace(save_pretrained=lambda folder: None)
-    export_model(accelerator, wrap(cell, base, accelerator), tokenizer, str(folder), torch.bfloat16)
+    export_model(wrap(cell, base, accelerator), tokenizer, folder, torch.bfloat16, accelerator.is_main_process)
+    accelerator.wait_for_everyone()
     saved = load_file(folder / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(1, 9)[None]

@@ -1,0 +1,159 @@
+"""A checkpoint becomes a folder that plain transformers or peft loads, with the logits of the trained model.
+
+Equal means to the last bit unless a tolerance is given.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from export import export_checkpoint
+from in_process import finetune_in_process
+from launching import RECIPES
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+
+SAMPLE = RECIPES / "sample"
+ROWS = SAMPLE / "data" / "train.jsonl"
+IDS = torch.arange(5, 45).view(2, 20)
+
+
+def trained(folder, model=SAMPLE / "model", *more):
+    """Two steps, a checkpoint at each end of them."""
+    arguments = ["--model_name_or_path", model, "--dataset_name", ROWS, "--max_steps", 2, "--save_steps", 2]
+    arguments += ["--learning_rate", 1e-2, "--report_to", "none", "--output_dir", folder, "--max_length", 128, *more]
+    done = finetune_in_process(arguments, folder.parent / "log")
+    assert not any(done.codes), done.output[-3000:]
+    return folder / "checkpoint-2"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """A checkpoint of full fine-tuning, with the folder that the run itself exported beside it."""
+    return trained(tmp_path_factory.mktemp("full") / "run")
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """A checkpoint of LoRA."""
+    return trained(tmp_path_factory.mktemp("lora") / "run", SAMPLE / "model", "--use_peft")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def all_weights(folder):
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def with_sample_tokenizer(model, folder):
+    model.resize_token_embeddings(json.loads((SAMPLE / "model" / "config.json").read_text())["vocab_size"])
+    model.save_pretrained(folder)
+    for path in (SAMPLE / "model").iterdir():
+        if "token" in path.name or "chat" in path.name:
+            shutil.copy(path, folder)
+    return folder
+
+
+def test_exported_checkpoint_is_what_the_run_itself_exported(full, tmp_path):
+    export_checkpoint(full, tmp_path / "out")
+    expected, found = full.parent / "model", tmp_path / "out"
+    one, other = all_weights(expected), all_weights(found)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert json.loads((expected / "config.json").read_text()) | {"use_cache": True} == json.loads(
+        (found / "config.json").read_text()
+    ) | {"use_cache": True}
+    names = {path.name for path in expected.iterdir()}
+    assert names <= {path.name for path in found.iterdir()}
+    assert AutoTokenizer.from_pretrained(found).chat_template
+    card = (found / "README.md").read_text()
+    assert "base_model:" in card and "| step | 2 |" in card and '"learning_rate": 0.01' in card
+
+
+def test_dtype_and_shard_size_are_as_asked(full, tmp_path):
+    export_checkpoint(full, tmp_path / "out", dtype="fp32", max_shard_size="1MB")
+    out = tmp_path / "out"
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) >= 4 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    largest = max(value.nbytes for value in all_weights(out).values())
+    assert all(path.stat().st_size <= max(10**6, largest) + 10_000 for path in out.glob("*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float32
+    run = AutoModelForCausalLM.from_pretrained(full.parent / "model", dtype=torch.float32)
+    assert not torch.equal(logits(model), logits(run))  # the run exported bf16; here nothing is rounded
+    assert torch.equal(logits(model.to(torch.bfloat16)), logits(run.to(torch.bfloat16)))
+
+
+def test_adapter_loads_in_plain_peft(lora, tmp_path):
+    export_checkpoint(lora, tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model")
+    without = logits(base)
+    found = logits(PeftModel.from_pretrained(base, tmp_path / "out"))
+    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model")
+    assert torch.equal(found, logits(PeftModel.from_pretrained(base, lora.parent / "model")))
+    assert not torch.equal(found, without)
+    assert not list((tmp_path / "out").glob("model*.safetensors"))
+
+
+def test_merged_adapter_equals_pefts_own_merge(lora, tmp_path):
+    """In fp32, where peft rounds no more than we do: 1e-5 of the logits' size."""
+    export_checkpoint(lora, tmp_path / "out", merge_adapter=True, dtype="fp32", max_shard_size="1MB")
+    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model", dtype=torch.float32)
+    expected = logits(PeftModel.from_pretrained(base, lora.parent / "model").merge_and_unload())
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    unmerged = logits(AutoModelForCausalLM.from_pretrained(SAMPLE / "model", dtype=torch.float32))
+    assert (unmerged - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_tied_head_is_stored_once_and_experts_under_the_names_of_their_family(tmp_path):
+    tied = with_sample_tokenizer(tiny_llama(tied=True), tmp_path / "tied")
+    checkpoint = trained(tmp_path / "run", tied)
+    export_checkpoint(checkpoint, tmp_path / "out")
+    names = set(all_weights(tmp_path / "out"))
+    assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
+    run = AutoModelForCausalLM.from_pretrained(checkpoint.parent / "model")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(run))
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, vocab_size=64, dtype="float32")
+    mixtral = with_sample_tokenizer(AutoModelForCausalLM.from_config(config), tmp_path / "mixtral")
+    checkpoint = trained(tmp_path / "experts", mixtral)
+    export_checkpoint(checkpoint, tmp_path / "out2", max_shard_size="100KB")
+    found = all_weights(tmp_path / "out2")
+    assert set(found) == set(all_weights(mixtral)) and any(".experts.3.w2." in name for name in found)
+    run = AutoModelForCausalLM.from_pretrained(checkpoint.parent / "model")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out2")), logits(run))
+
+
+def test_half_checkpoints_and_other_bases_are_refused(full, lora, tmp_path):
+    half = tmp_path / "checkpoint-2"
+    shutil.copytree(full, half)
+    (half / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        export_checkpoint(half, tmp_path / "out")
+    shutil.copy(full / "manifest.json", half)
+    (half / "model" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"shard-00002-model-00001-of-00001.safetensors: missing"):
+        export_checkpoint(half, tmp_path / "out")
+    other = with_sample_tokenizer(tiny_llama(), tmp_path / "other")
+    with pytest.raises(ValueError, match="are not the same"):
+        export_checkpoint(full, tmp_path / "out2", model_name_or_path=str(other))
+    changed = tmp_path / "changed"
+    shutil.copytree(SAMPLE / "model", changed)
+    weights = load_file(changed / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][3, 3] += 1
+    save_file(weights, changed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="are not those that the adapter was trained on"):
+        export_checkpoint(lora, tmp_path / "out3", merge_adapter=True, model_name_or_path=str(changed))
+    with pytest.raises(ValueError, match="no adapter to merge"):
+        export_checkpoint(full, tmp_path / "out4", merge_adapter=True)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ValueError, match="exists"):
+        export_checkpoint(full, tmp_path / "taken")
+    assert not any((tmp_path / name).exists() for name in ("out", "out2", "out3", "out4"))
