@@ -82,8 +82,8 @@ def measure(folder: str) -> None:
         f"(ratio {took['save'] / took['copy']:.2f})",
         f"load into the shards: {took['load']:.2f} s; reading its files: {took['read']:.2f} s "
         f"(ratio {took['load'] / took['read']:.2f})",
-        f"--async_save: training waits {took['stall']:.2f} s ({took['stall'] / took['save']:.2f} of the blocking save), "
-        f"and the rest takes {took['beside']:.2f} s beside it",
+        f"--async_save: training waits {took['stall']:.2f} s ({took['stall'] / took['save']:.2f} of the blocking "
+        f"save), and the rest takes {took['beside']:.2f} s beside it",
     ]
     if accelerator.is_main_process:
         Path(folder, "lines").write_text("\n".join(lines))

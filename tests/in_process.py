@@ -1,10 +1,11 @@
-"""Run finetune.py's main in ranks forked from one process that has imported everything: a run costs a second or two.
+"""Run a script's main in ranks forked from one process that has imported everything: a run costs a second or two.
 
 A rank can be given faults: it is killed at the n-th thing it does on disk below a folder, or a signal is sent to it.
 """
 
 import builtins
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from launching import CONFIGS, RECIPES
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), str(Path(__file__).parent)])  # the fork server imports these
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["finetune", "in_process"])
+CONTEXT.set_forkserver_preload(["finetune", "verify", "launch_worker", "in_process"])
 
 
 @dataclass
@@ -109,23 +110,26 @@ class Faults:
     limit_from_step: int = 0
 
 
-def be_rank(rank, world_size, port, arguments, log, faults):
-    """One rank: the environment that torchrun sets, then the script."""
+def be_rank(script, rank, world_size, port, arguments, log, faults):
+    """One rank: the environment that torchrun sets, then the script. World size 0: plain python."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ |= {name: str(value) for name, value in ranks.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if world_size:
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     import gc
 
     import finetune
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as under a launcher; a fork server would outlive a kill
     gc.freeze()  # the imported libraries are never garbage
     finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a step
-    sys.argv = ["finetune.py", *map(str, arguments)]
+    sys.argv = [f"{script}.py", *map(str, arguments)]
     disk = Disk(faults.folder, faults.kill_at)
     if rank in faults.ranks and faults.folder:
         disk.watch()
@@ -133,9 +137,12 @@ def be_rank(rank, world_size, port, arguments, log, faults):
         limit_files(finetune, faults)
     code = 0
     try:
-        finetune.main()
+        importlib.import_module(script).main()
     except SystemExit as stopped:
-        code = stopped.code
+        code = stopped.code or 0
+        if isinstance(code, str):
+            print(code)
+            code = 1
     except BaseException:
         import traceback
 
@@ -172,14 +179,15 @@ class Done:
 class Run:
     """A run of some ranks in the background."""
 
-    def __init__(self, arguments, log, world_size=2, config=CONFIGS / "default.yaml", faults=None):
+    def __init__(self, arguments, log, world_size=2, config=CONFIGS / "default.yaml", faults=None, script="finetune"):
         log.unlink(missing_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        arguments = ["--accelerate_config", config, *arguments]
+        arguments = ["--accelerate_config", config, *arguments] if config else arguments
         common = (world_size, port, [str(a) for a in arguments], str(log), faults or Faults())
         self.log = log
-        self.ranks = [CONTEXT.Process(target=be_rank, args=(rank, *common)) for rank in range(world_size)]
+        ranks = range(max(world_size, 1))
+        self.ranks = [CONTEXT.Process(target=be_rank, args=(script, rank, *common)) for rank in ranks]
         for process in self.ranks:
             process.start()
 

@@ -114,6 +114,14 @@ def test_smallest_allowed_value_is_taken_and_one_below_it_is_refused(name: str) 
     assert f"--{name}: found {least - 1}" in error_of([*NAMED, f"--{name}={least - 1}"])
 
 
+def test_best_checkpoint_needs_every_checkpoint_evaluated() -> None:
+    best = [*NAMED, "--load_best_model_at_end"]
+    for steps in ([], ["--save_steps", "10"], ["--save_steps", "10", "--eval_steps", "4"], ["--eval_steps", "4"]):
+        assert "--load_best_model_at_end needs each checkpoint evaluated" in error_of([*best, *steps])
+    parse_arguments([*best, "--save_steps", "8", "--eval_steps", "4"])
+    assert "--on_save_error: found skip, allowed: stop, continue" in error_of([*NAMED, "--on_save_error", "skip"])
+
+
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"])
 def test_nan_is_refused(name: str) -> None:
     assert f"--{name}" in error_of([*NAMED, f"--{name}", "nan"])

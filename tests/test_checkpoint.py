@@ -477,3 +477,27 @@ def test_run_killed_after_its_last_save_is_finished_by_resuming(rows, whole, tmp
     folder, done = resumed(whole, 8, tmp_path, common(rows))
     succeeded(done)
     assert same_weights(weights_of(folder), weights_of(whole))
+
+
+def test_second_run_into_the_same_folder_is_refused_while_the_first_lives(rows, tmp_path):
+    """Ranks outlive a launcher that is killed; a second run would take their unfinished files for litter."""
+    folder = tmp_path / "run"
+    first = Run([*common(rows, save_steps=0, steps=10_000), "--output_dir", folder], tmp_path / "log")
+    first.wait_for("step 1/")
+    second = Run([*common(rows, steps=2), "--output_dir", folder], tmp_path / "log2").wait()
+    assert second.codes == [1, 1] and second.output.count("another run is still writing to it") == 1
+    for process in first.ranks:
+        process.kill()
+    first.wait()
+    succeeded(finetune_in_process([*common(rows, steps=2), "--output_dir", folder], tmp_path / "log3"))
+
+
+def test_metrics_line_that_a_kill_tore_is_left_out_on_resume(rows, whole, tmp_path):
+    folder = tmp_path / "from-4"
+    folder.mkdir()
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    shutil.copytree(whole / "checkpoint-4", folder / "checkpoint-4")
+    arguments = [*common(rows), "--output_dir", folder, "--resume_from_checkpoint", "latest"]
+    succeeded(finetune_in_process(arguments, tmp_path / "log"))
+    assert steps_of(folder) == steps_of(whole)

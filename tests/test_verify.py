@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from in_process import Run
 from launching import CONFIGS, RECIPES, ROOT, run
 from verify_worker import DOZEN
 
@@ -106,15 +107,17 @@ def test_what_does_not_act_is_said_to_be_unproved(results):
     assert "dropout, recompute acts" not in results["faults"]["none"]
 
 
-def verify(*arguments):
-    return run([sys.executable, str(RECIPES / "verify.py"), *map(str, arguments)])
+def verify(folder, *arguments):
+    """The command's exit status and what it printed; it forks its own ranks."""
+    done = Run(arguments, folder / "log", world_size=0, config=None, script="verify").wait(120)
+    return done.codes[0], done.output
 
 
-def test_command_proves_lora_too_and_json_is_one_object():
+def test_command_proves_lora_too_and_json_is_one_object(tmp_path):
     arguments = ("--model_name_or_path", SAMPLE, "--accelerate_config", CONFIGS / "mem_limit.yaml")
-    done = verify(*arguments, "--use_peft", "--json")
-    assert done.returncode == 0, done.stdout[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    code, output = verify(tmp_path, *arguments, "--use_peft", "--json")
+    assert code == 0, output[-3000:]
+    report = json.loads(output.splitlines()[-1])
     assert report["is_exact"] and all(check["is_passed"] for check in report["checks"])
     assert "LoRA with dropout" in {check["name"] for check in report["checks"]}
 
@@ -127,32 +130,36 @@ def test_command_proves_lora_too_and_json_is_one_object():
         (("--use_peft", "--lora_target_modules", "nope_proj"), "--lora_target_modules nope_proj"),
     ],
 )
-def test_bad_argument_is_one_error_and_never_a_pass(arguments, message):
-    done = verify("--model_name_or_path", SAMPLE, "--accelerate_config", CONFIGS / "default.yaml", *arguments)
-    assert done.returncode != 0 and done.stdout.count(message) == 1
+def test_bad_argument_is_one_error_and_never_a_pass(arguments, message, tmp_path):
+    code, output = verify(
+        tmp_path, "--model_name_or_path", SAMPLE, "--accelerate_config", CONFIGS / "default.yaml", *arguments
+    )
+    assert code != 0 and output.count(message) == 1
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "vit", "architectures": ["ViTModel"]}, {"model_type": "bert"}])
 def test_model_that_is_no_causal_language_model_is_refused(tmp_path, changes):
     (tmp_path / "config.json").write_text(json.dumps(changes))
-    done = verify("--model_name_or_path", tmp_path, "--accelerate_config", CONFIGS / "default.yaml")
-    assert done.returncode == 1
-    assert ("no causal language model for ViTConfig" in done.stdout) or ("is_decoder: true" in done.stdout)
+    code, output = verify(tmp_path, "--model_name_or_path", tmp_path, "--accelerate_config", CONFIGS / "default.yaml")
+    assert code == 1
+    assert ("no causal language model for ViTConfig" in output) or ("is_decoder: true" in output)
 
 
 def test_size_based_units_are_proved_at_the_scale_of_the_tiny_model(tmp_path):
     values = yaml.safe_load((CONFIGS / "default.yaml").read_text())
     values["fsdp_config"] |= {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 100_000}
     (tmp_path / "size.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    done = verify("--model_name_or_path", SAMPLE, "--accelerate_config", tmp_path / "size.yaml", "--num_processes", 3)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "trains exactly" in done.stdout
+    code, output = verify(
+        tmp_path, "--model_name_or_path", SAMPLE, "--accelerate_config", tmp_path / "size.yaml", "--num_processes", 3
+    )
+    assert code == 0, output[-3000:]
+    assert "trains exactly" in output
 
 
 def test_quantized_weights_are_refused_with_what_to_use_instead(tmp_path):
     config = json.loads((SAMPLE / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = verify("--model_name_or_path", tmp_path, "--accelerate_config", CONFIGS / "default.yaml")
-    assert done.returncode == 1
-    assert done.stdout.count("quantized (bitsandbytes)") == 1 and "unquantized checkpoint" in done.stdout
+    code, output = verify(tmp_path, "--model_name_or_path", tmp_path, "--accelerate_config", CONFIGS / "default.yaml")
+    assert code == 1
+    assert output.count("quantized (bitsandbytes)") == 1 and "unquantized checkpoint" in output

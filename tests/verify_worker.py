@@ -128,15 +128,16 @@ def work(out: str) -> None:
     accelerator = make_accelerator(command.exact_config(configs["default"]), 1.0)
     results: dict = {"dozen": {}, "faults": {}}
 
-    def checks(name: str, scenario: str) -> dict:
-        found = command.verify(CONFIG_MAPPING[name](), configs[scenario], accelerator)
+    def checks(name: str, scenario: str, references: dict | None = None) -> dict:
+        found = command.verify(CONFIG_MAPPING[name](), configs[scenario], accelerator, references=references)
         return {check.name: vars(check) for check in found}
 
     for name, scenario in DOZEN.items():
         results["dozen"][name] = checks(name, scenario)
+    unsharded: dict = {}  # made without a fault, which is the first entry
     for fault, patch in FAULTS.items():
         with patch:
-            results["faults"][fault] = checks("llama", "default")
+            results["faults"][fault] = checks("llama", "default", unsharded)
     cast_inputs = mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs)
     with cast_inputs:
         results["faults"]["inputs cast"] = checks("beam", "default")
