@@ -30,7 +30,7 @@ from launch import stop_together
 from torch import nn
 from training_state import random_state, training_tensors
 
-MANIFEST = "manifest.json"
+MANIFEST, LOCK = "manifest.json", ".lock"
 START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
 FILE_BYTES = 2**30  # a rank's file is made in host memory before it is written
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
@@ -61,6 +61,8 @@ class CheckpointWriter:
         self.outcome = ""
         with stop_together():
             self.lock = lock_folder(self.folder) if dist.get_rank() == 0 else None
+        with stop_together():
+            check_shared(self.folder)
         self.agree(self.prune)  # what a kill left behind
 
     def save(self, state: dict[str, Any]) -> str:
@@ -170,15 +172,23 @@ class CheckpointWriter:
 def lock_folder(folder: Path) -> FileLock:
     """Hold a run's folder until this process ends. Ranks whose launcher was killed train on: a second run would remove
     what they write. Raises ValueError where another run holds it."""
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(blocking=False)
+    except NotImplementedError:  # a disk without locks: nothing is guarded
+        (folder / LOCK).touch()
     except Timeout:
         raise ValueError(
             f"--output_dir {folder}: another run is still writing to it. End its processes (they outlive a launcher "
             "that was killed), or choose another folder."
         ) from None
     return lock
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ValueError on a rank that does not see what rank 0 made: each machine would hold a part of a checkpoint."""
+    if not (folder / LOCK).exists():
+        raise ValueError(f"--output_dir {folder} is another folder here than on rank 0; name one on a shared disk.")
 
 
 def make_folder(temporary: Path, parts: list[str]) -> None:

@@ -129,7 +129,7 @@ def be_rank(script, rank, world_size, port, arguments, log, faults):
     multiprocessing.set_start_method("fork", force=True)  # as under a launcher; a fork server would outlive a kill
     gc.freeze()  # the imported libraries are never garbage
     finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a step
-    sys.argv = [f"{script}.py", *map(str, arguments)]
+    sys.argv = [f"{script}.py", *(a.replace("{own_rank}", str(rank)) for a in arguments)]
     disk = Disk(faults.folder, faults.kill_at)
     if rank in faults.ranks and faults.folder:
         disk.watch()

@@ -501,3 +501,9 @@ def test_metrics_line_that_a_kill_tore_is_left_out_on_resume(rows, whole, tmp_pa
     arguments = [*common(rows), "--output_dir", folder, "--resume_from_checkpoint", "latest"]
     succeeded(finetune_in_process(arguments, tmp_path / "log"))
     assert steps_of(folder) == steps_of(whole)
+
+
+def test_folder_that_the_ranks_do_not_share_is_refused(rows, tmp_path):
+    """As on two machines that each have an /outputs of their own."""
+    done = Run([*common(rows), "--output_dir", tmp_path / "{own_rank}"], tmp_path / "log").wait()
+    assert done.codes == [1, 1] and done.output.count("name one on a shared disk") == 1
