@@ -39,8 +39,8 @@ LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
 class CheckpointWriter:
     """Saves the training state of a run to output_dir/checkpoint-STEP. Every rank makes one, and calls it alike.
 
-    `run` goes into the manifest: what resume.py compares. With `is_async` the state is copied to host memory and
-    written by a thread while training goes on; one is written at a time.
+    `run` goes into the manifest: what resume.py compares. With `--async_save` the state is copied to host memory and
+    written by a thread while training goes on, one at a time.
     """
 
     def __init__(
@@ -57,31 +57,32 @@ class CheckpointWriter:
         self.limit, self.keeps_best = arguments.save_total_limit, arguments.load_best_model_at_end
         self.is_async, self.on_error = arguments.async_save, arguments.on_save_error
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
-        self.thread: threading.Thread | None = None
-        self.outcome = ""
+        self.thread, self.outcome = None, ""
         with stop_together():
             self.lock = lock_folder(self.folder) if dist.get_rank() == 0 else None
         with stop_together():
-            check_shared(self.folder)
+            if not (self.folder / LOCK).exists():  # each machine would hold a part of a checkpoint
+                raise ValueError(f"--output_dir {self.folder} is not on a disk that all ranks share.")
         self.agree(self.prune)  # what a kill left behind
 
     def save(self, state: dict[str, Any]) -> str:
         """Write a checkpoint, or start to; returns a line that says so.
 
-        What a kill at any moment leaves behind is the checkpoints that were complete before, and this one only if it is
-        whole. A failure on any rank (a full disk) ends all, or with `on_save_error continue` is the line returned.
+        A kill at any moment leaves the checkpoints that were complete before, and this one only if it is whole. A
+        failure on any rank (a full disk) ends all, or with `on_save_error continue` is the line returned.
         """
         line = self.wait()
+        self.outcome = f"checkpoint-{state['step']} could not be saved: a rank is gone"  # until it is known
         tensors = training_tensors(self.model, self.optimizer, copies=self.is_async)
         manifest = {**state, **self.run, "schedule_steps": self.scheduler.last_epoch}
         manifest |= {"world_size": dist.get_world_size(), "versions": {name: version(name) for name in LIBRARIES}}
-        scaler = self.accelerator.scaler
-        manifest |= {"scaler": scaler.state_dict()} if scaler is not None else {}
+        if self.accelerator.scaler is not None:
+            manifest["scaler"] = self.accelerator.scaler.state_dict()
         work = partial(self.write, tensors, random_state(self.accelerator.device), manifest)
         if not self.is_async:
             work()
             return self.finish()
-        self.thread = threading.Thread(target=work, name="checkpoint")
+        self.thread = threading.Thread(target=work)
         self.thread.start()
         return f"{line} | saving checkpoint-{state['step']}".removeprefix(" | ")
 
@@ -183,12 +184,6 @@ def lock_folder(folder: Path) -> FileLock:
             "that was killed), or choose another folder."
         ) from None
     return lock
-
-
-def check_shared(folder: Path) -> None:
-    """Raise ValueError on a rank that does not see what rank 0 made: each machine would hold a part of a checkpoint."""
-    if not (folder / LOCK).exists():
-        raise ValueError(f"--output_dir {folder} is another folder here than on rank 0; name one on a shared disk.")
 
 
 def make_folder(temporary: Path, parts: list[str]) -> None:

@@ -506,4 +506,4 @@ def test_metrics_line_that_a_kill_tore_is_left_out_on_resume(rows, whole, tmp_pa
 def test_folder_that_the_ranks_do_not_share_is_refused(rows, tmp_path):
     """As on two machines that each have an /outputs of their own."""
     done = Run([*common(rows), "--output_dir", tmp_path / "{own_rank}"], tmp_path / "log").wait()
-    assert done.codes == [1, 1] and done.output.count("name one on a shared disk") == 1
+    assert done.codes == [1, 1] and done.output.count("is not on a disk that all ranks share") == 1
