@@ -231,10 +231,8 @@ def write_synced(path: Path, data: bytes) -> None:
 def sync_folder(path: Path) -> None:
     """Wait until the disk has the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
