@@ -1,6 +1,7 @@
 """Token rows to batches: which rows each rank takes, from one global order, and padding."""
 
 import math
+import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -52,9 +53,24 @@ def shuffled_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
-def count_steps(num_rows: int, rows_per_step: int, num_train_epochs: float, max_steps: int) -> int:
-    """Optimizer steps of the run; the last step of an epoch may be shorter."""
-    return max_steps if max_steps > 0 else math.ceil(num_train_epochs * math.ceil(num_rows / rows_per_step))
+def count_steps(
+    num_rows: int,
+    rows_per_step: int,
+    num_train_epochs: float,
+    max_steps: int,
+    step: int = 0,
+    epoch: int = 0,
+    rows_seen: int = 0,
+) -> int:
+    """Optimizer steps of the run; the last step of an epoch may be shorter.
+
+    After `step` steps, perhaps of another size, what is left is counted from `rows_seen` of `epoch`.
+    """
+    if max_steps > 0:
+        return max_steps
+    per_epoch = math.ceil(num_rows / rows_per_step)
+    behind = (epoch + 1) * per_epoch - math.ceil((num_rows - rows_seen) / rows_per_step)
+    return step + max(0, math.ceil(num_train_epochs * per_epoch) - behind)
 
 
 def training_steps(
@@ -137,4 +153,11 @@ def make_loader(
         # Without its own generator every new iterator draws from the global one, so that an evaluation or a resume
         # would shift the dropout masks of the steps after it.
         generator=torch.Generator(),
+        worker_init_fn=leave_stop_signals_to_the_rank,
     )
+
+
+def leave_stop_signals_to_the_rank(_: int) -> None:
+    """A signal to all processes of a job must not take the loader from a rank that has yet to save."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -9,7 +9,6 @@
 Nothing is pickled: tensors are safetensors, all else is JSON, so that loading a checkpoint runs no code from it.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,12 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
-from launch import stop_together
+from run_folder import FORMAT, MANIFEST, best_checkpoint, complete_checkpoints, sha256
 from torch import nn
 from training_state import random_state, training_tensors
 
-MANIFEST, LOCK = "manifest.json", ".lock"
 START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
 FILE_BYTES = 2**30  # a rank's file is made in host memory before it is written
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
@@ -58,11 +55,6 @@ class CheckpointWriter:
         self.is_async, self.on_error = arguments.async_save, arguments.on_save_error
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
         self.thread, self.outcome = None, ""
-        with stop_together():
-            self.lock = lock_folder(self.folder) if dist.get_rank() == 0 else None
-        with stop_together():
-            if not (self.folder / LOCK).exists():  # each machine would hold a part of a checkpoint
-                raise ValueError(f"--output_dir {self.folder} is not on a disk that all ranks share.")
         self.agree(self.prune)  # what a kill left behind
 
     def save(self, state: dict[str, Any]) -> str:
@@ -74,7 +66,7 @@ class CheckpointWriter:
         line = self.wait()
         self.outcome = f"checkpoint-{state['step']} could not be saved: a rank is gone"  # until it is known
         tensors = training_tensors(self.model, self.optimizer, copies=self.is_async)
-        manifest = {**state, **self.run, "schedule_steps": self.scheduler.last_epoch}
+        manifest = {"format": FORMAT, **state, **self.run, "schedule_steps": self.scheduler.last_epoch}
         manifest |= {"world_size": dist.get_world_size(), "versions": {name: version(name) for name in LIBRARIES}}
         if self.accelerator.scaler is not None:
             manifest["scaler"] = self.accelerator.scaler.state_dict()
@@ -94,12 +86,16 @@ class CheckpointWriter:
         self.thread = None
         return self.finish()
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last checkpoint was written."""
+        return self.outcome.startswith("saved")
+
     def finish(self) -> str:
-        """The line on a checkpoint that was written; every rank holds the same outcome."""
-        if self.outcome.startswith("saved") or self.on_error == "continue":
+        """The line on a checkpoint that was written. Raises ValueError, on every rank alike, if it was not."""
+        if self.is_saved or self.on_error == "continue":
             return self.outcome
-        with stop_together():
-            raise ValueError(f"{self.outcome}; earlier checkpoints are intact (--on_save_error continue goes on).")
+        raise ValueError(f"{self.outcome}; earlier checkpoints are intact (--on_save_error continue goes on).")
 
     def write(self, tensors: dict[str, dict], random_states: bytes, manifest: dict[str, Any]) -> None:
         """All phases of one checkpoint; after each the ranks agree, so that none waits for one that failed."""
@@ -170,22 +166,6 @@ class CheckpointWriter:
         }
 
 
-def lock_folder(folder: Path) -> FileLock:
-    """Hold a run's folder until this process ends. Ranks whose launcher was killed train on: a second run would remove
-    what they write. Raises ValueError where another run holds it."""
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except NotImplementedError:  # a disk without locks: nothing is guarded
-        (folder / LOCK).touch()
-    except Timeout:
-        raise ValueError(
-            f"--output_dir {folder}: another run is still writing to it. End its processes (they outlive a launcher "
-            "that was killed), or choose another folder."
-        ) from None
-    return lock
-
-
 def make_folder(temporary: Path, parts: list[str]) -> None:
     """An empty folder to write into. The run's folder itself is not made: if it vanished, its disk did."""
     discard(temporary) if temporary.exists() else None
@@ -214,12 +194,6 @@ def discard(path: Path) -> None:
     shutil.rmtree(trash)
 
 
-def sha256(path: Path) -> str:
-    """The hash of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file and wait until the disk has it."""
     with open(path, "wb") as file:
@@ -233,27 +207,3 @@ def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def complete_checkpoints(folder: str | Path) -> list[Path]:
-    """Complete checkpoints in a run's folder, oldest step first."""
-    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
-    return sorted((path for path in found if step_of(path) >= 0), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name, -1 if it is none."""
-    number = path.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
-    return json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-
-
-def best_checkpoint(folder: str | Path) -> Path | None:
-    """The complete checkpoint of the lowest eval_loss, None if none was evaluated."""
-    losses = {path: read_manifest(path).get("eval_loss") for path in complete_checkpoints(folder)}
-    evaluated = {path: loss for path, loss in losses.items() if loss is not None}
-    return min(evaluated, key=evaluated.__getitem__, default=None)

@@ -1,4 +1,4 @@
-"""Rows of text files: JSONL, JSON, CSV, TSV and plain text, each with its file and line, bad ones with their problem.
+"""Rows of files: JSONL, JSON, CSV, TSV, plain text, Parquet, each with its file and line, bad ones with their problem.
 
 Rows are kept as they were written, a JSON string each: Arrow's own readers retype dates and numbers, fill objects with
 other rows' fields, and do not say which line was bad.
@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_formats import PROBLEM, ROW, WHERE
+from data_formats import FOREIGN, PROBLEM, ROW, WHERE, without_filled_in
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
 
 LARGEST_FIELD = 2**30  # bytes of one CSV field
-READER_VERSION = 1  # raise when a file would be read as other rows: cached ones are then read again
+PARQUET_BATCH = 1000  # rows held in memory at a time
+READER_VERSION = 2  # raise when a file would be read as other rows: cached ones are then read again
 
 
 def digest_of(file: str) -> str:
@@ -27,18 +30,31 @@ def digest_of(file: str) -> str:
 
 
 def all_rows(files: list[str], digest: str) -> Iterator[dict[str, str]]:
-    """Every row of text files, bad ones with their problem. The digest is for the cache alone."""
-    readers = {".csv": csv_rows, ".tsv": csv_rows, ".txt": text_rows, ".json": json_rows}
+    """Every row of files, bad ones with their problem. The digest is for the cache alone.
+
+    Raises:
+        ValueError: a file without a row, or one whose rows cannot be told apart.
+    """
+    readers = {".csv": csv_rows, ".tsv": csv_rows, ".txt": text_rows, ".json": json_rows, ".parquet": parquet_rows}
     for file in files:
+        is_empty = True
         for where, row, problem in readers.get(Path(file).suffix.lower(), jsonl_rows)(file):
-            text = ""
-            if not problem:
-                text = json.dumps(row, ensure_ascii=False)
-                try:
-                    text.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    text, problem = "", f"is not UTF-8, or holds half of a surrogate pair ({error})"
-            yield {ROW: text, WHERE: f"{file}, {where}", PROBLEM: problem}
+            yield record_of(row, f"{file}, {where}", problem)
+            is_empty = False
+        if is_empty:
+            raise ValueError(f"{file} is empty: no row was found.")
+
+
+def record_of(row: Any, where: str, problem: str = "") -> dict[str, str]:
+    """A row as all sources give it. What JSON cannot hold becomes its type's name: only a column in use may fail."""
+    text = ""
+    if not problem:
+        text = json.dumps(row, ensure_ascii=False, default=lambda value: {FOREIGN: type(value).__name__})
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            text, problem = "", f"is not UTF-8, or holds half of a surrogate pair ({error})"
+    return {ROW: text, WHERE: where, PROBLEM: problem}
 
 
 def lines_of(file: str) -> Iterator[tuple[int, str, str]]:
@@ -133,3 +149,20 @@ def text_rows(file: str) -> Iterator[tuple[str, Any, str]]:
     """A text per line."""
     for number, text, problem in lines_of(file):
         yield f"line {number}", {"text": text}, problem
+
+
+def parquet_rows(file: str) -> Iterator[tuple[str, Any, str]]:
+    """A row per record, read some at a time. Raises ValueError for what is no Parquet, or has a column name twice."""
+    try:
+        parquet = ParquetFile(file)
+        names = parquet.schema_arrow.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the column {twice!r} stands twice")
+        number = 0
+        for batch in parquet.iter_batches(PARQUET_BATCH):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", without_filled_in(row), ""
+    except (ArrowException, ValueError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as Parquet: {error}") from error

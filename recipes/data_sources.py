@@ -1,31 +1,27 @@
 """Where rows come from: files, folders, saved data sets, the hub; several of them, with weights.
 
-Rows of text files stay as they were written, a JSON string each (data_files.py); others are what Arrow made of them.
+Every row becomes a record of data_files.py, a JSON string with where it stood: sources of any kind can be joined, and a
+bad row is named by its own file and number, however the rows were split and repeated.
 """
 
-import glob
-import json
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from data_files import all_rows, digest_of
-from data_formats import PROBLEM, ROW, WHERE
+from data_files import PROBLEM, READER_VERSION, ROW, WHERE, all_rows, digest_of, record_of, without_filled_in
+from data_folders import DATA_FILES, files_by_split, find_split, ignored_files, is_saved
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+from datasets.fingerprint import Hasher
+from filelock import FileLock
 
-TEXT_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-DATA_FILES = (*TEXT_FILES, ".parquet")
-PACKED_FILES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".arrow")
-METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-SPLITS = {  # names of the same split
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev", "eval"),
-    "test": ("test",),
-}
 LARGEST_WEIGHT = 1000
+BATCH = 1000  # rows of a saved data set made into records at a time
+RECORD = datasets.Features({name: datasets.Value("large_string") for name in (ROW, WHERE, PROBLEM)})
+
+Part = list[Path] | Dataset | datasets.IterableDataset  # the rows of a split before they are read
 
 
 def load_rows(
@@ -47,18 +43,20 @@ def load_rows(
     weights = weights or [1.0] * len(names)
     if len(weights) != len(names):
         raise ValueError(f"--dataset_weights: found {len(weights)} for {len(names)} data sets of --dataset_name.")
-    loaded = [load_source(name, train_split) for name in names]
-    trains = [pick_split(name, splits, train_split) for name, splits in zip(names, loaded)]
-    tests = [splits[split] for splits in loaded if (split := find_split(splits, test_split, train_split))]
+    found = [find_parts(name, train_split) for name in names]
+    picked = [pick_split(name, splits, train_split) for name, splits in zip(names, found)]
+    trains = [read_part(name, part) for name, part in zip(names, picked)]
+    held_out = [(name, splits, find_split(splits, test_split, train_split)) for name, splits in zip(names, found)]
+    tests = [read_part(name, splits[split]) for name, splits, split in held_out if split]
     if not tests and validation_percentage:
         parts = [hold_out(name, rows, validation_percentage, seed) for name, rows in zip(names, trains)]
         trains, tests = [part["train"] for part in parts], [part["test"] for part in parts]
     generator = np.random.default_rng(seed)
     repeated = [repeat(name, rows, weight, generator) for name, rows, weight in zip(names, trains, weights)]
-    return join(repeated, names), join(tests, names) if tests else None
+    return concatenate_datasets(repeated), concatenate_datasets(tests) if tests else None
 
 
-def pick_split(name: str, splits: dict[str, Dataset], wanted: str) -> Dataset:
+def pick_split(name: str, splits: dict[str, Part], wanted: str) -> Part:
     """The rows of a split. Raises ValueError if there is none of that name."""
     found = find_split(splits, wanted)
     if found is None:
@@ -66,25 +64,15 @@ def pick_split(name: str, splits: dict[str, Dataset], wanted: str) -> Dataset:
     return splits[found]
 
 
-def find_split(splits: dict[str, Any], wanted: str, taken: str | None = None) -> str | None:
-    """The key of a split under this or another of its names; a validation split where `test` is wanted and absent."""
-    same = next((names for names in SPLITS.values() if wanted in names), (wanted,))
-    others = SPLITS["validation"] if wanted == "test" else ()
-    return next((name for name in (wanted, *same, *others) if name in splits and name != taken), None)
-
-
 def hold_out(name: str, rows: Dataset, percentage: float, seed: int) -> DatasetDict:
     """A random part of the rows as test split."""
-    if len(rows) * percentage / 100 < 0.5 or len(rows) < 2:
-        raise ValueError(f"--validation_split_percentage {percentage}: leaves no row of {name}, which has {len(rows)}.")
-    return rows.train_test_split(test_size=max(1, round(len(rows) * percentage / 100)), seed=seed)
-
-
-def join(parts: list[Dataset], names: list[str]) -> Dataset:
-    """One data set of several."""
-    if len(parts) == 1:
-        return parts[0]
-    return concatenate_datasets([as_json_rows(part, name) for part, name in zip(parts, names)])
+    count = max(1, round(len(rows) * percentage / 100))
+    if len(rows) * percentage / 100 < 0.5 or count >= len(rows):
+        raise ValueError(
+            f"--validation_split_percentage {percentage}: of the {len(rows)} rows of {name} it should leave at least "
+            "one to train on and one to test on; use another percentage or more rows"
+        )
+    return rows.train_test_split(test_size=count, seed=seed)
 
 
 def repeat(name: str, rows: Dataset, weight: float, generator: np.random.Generator) -> Dataset:
@@ -100,8 +88,8 @@ def repeat(name: str, rows: Dataset, weight: float, generator: np.random.Generat
     return rows.select(np.concatenate([np.tile(np.arange(len(rows)), int(weight)), np.sort(rest)]).astype(int))
 
 
-def load_source(name: str, train_split: str) -> dict[str, Dataset]:
-    """Load one file, folder of files, `save_to_disk` folder, or hub data set: split name -> rows."""
+def find_parts(name: str, train_split: str, is_streamed: bool = False) -> dict[str, Part]:
+    """One file, folder of files, `save_to_disk` folder, or hub data set: split name -> its rows, not yet read."""
     path = Path(name)
     if not name:
         raise ValueError("--dataset_name: an empty name between commas")
@@ -109,137 +97,112 @@ def load_source(name: str, train_split: str) -> dict[str, Dataset]:
         if path.suffix.lower() not in DATA_FILES:
             allowed = ", ".join(DATA_FILES)
             raise ValueError(f"--dataset_name {name}: found a {path.suffix or 'nameless'} file, allowed: {allowed}")
-        return {train_split: read_files([path])}
+        return {train_split: [path]}
     if path.is_dir() and is_saved(path):
         saved = load_from_disk(name)
         return dict(saved) if isinstance(saved, DatasetDict) else {train_split: saved}
     if path.is_dir():
-        return {split: read_files(files) for split, files in files_by_split(path).items()}
+        return files_by_split(path)
     try:
-        return dict(load_dataset(name))
+        return dict(load_dataset(name, streaming=is_streamed))
     except Exception as error:  # datasets raises many kinds; all of them mean that nothing was loaded
         raise ValueError(
-            f"--dataset_name {name}: no such file or folder, and as a hub name it could not be loaded: "
-            f"{type(error).__name__}: {error}"
+            f"--dataset_name {name}: no such file or folder, and as a hub name it could not be "
+            f"{'streamed' if is_streamed else 'loaded'}: {type(error).__name__}: {error}"
         ) from error
 
 
-def open_stream(names: list[str], wanted: str, train_split: str) -> Iterator[dict[str, Any]]:
+def source_notes(names: list[str], train_split: str, test_split: str) -> list[str]:
+    """What local sources hold and a run does not read: splits beside the two in use, files of other kinds."""
+    notes = []
+    for name in names:
+        if not Path(name).is_dir():
+            continue
+        splits = find_parts(name, train_split)
+        used = {find_split(splits, train_split), find_split(splits, test_split, train_split)}
+        unused = {split: part for split, part in splits.items() if split not in used}
+        for split, part in unused.items():
+            files = f" ({', '.join(file.name for file in part)})" if isinstance(part, list) else ""
+            notes.append(f"note: the split {split!r} of {name}{files} is not used")
+        ignored = [] if is_saved(Path(name)) else ignored_files(Path(name))
+        if ignored:
+            rest = f" and {len(ignored) - 5} more" if len(ignored) > 5 else ""
+            notes.append(f"note: not read in {name}: {', '.join(ignored[:5])}{rest}")
+    return notes
+
+
+def open_stream(names: list[str], wanted: str, train_split: str) -> Iterator[dict[str, str]]:
     """The records of one split of all sources, one source after the other, none of it kept.
 
     Raises:
-        ValueError: a source that is not there or cannot be streamed.
+        ValueError: a source that is not there, cannot be streamed, or is empty.
     """
     for name in names:
-        path = Path(name)
-        if path.is_file():
-            by_split: dict[str, Any] = {train_split: [path]}
-        elif path.is_dir() and not is_saved(path):
-            by_split = files_by_split(path)
-        elif path.is_dir():
-            by_split = {split: [rows] for split, rows in load_source(name, train_split).items()}
-        else:
-            try:
-                by_split = {split: [rows] for split, rows in load_dataset(name, streaming=True).items()}
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise ValueError(f"--dataset_name {name} cannot be streamed: {cause}") from error
-        split = find_split(by_split, wanted, None if wanted == train_split else train_split)
+        splits = find_parts(name, train_split, is_streamed=True)
+        split = find_split(splits, wanted, None if wanted == train_split else train_split)
         if split is None and wanted == train_split:
-            raise ValueError(f"--dataset_name {name} has no split {wanted!r}; it has: {', '.join(by_split)}.")
-        for part in by_split.get(split, ()):
-            if isinstance(part, Path) and part.suffix.lower() in TEXT_FILES:
-                yield from all_rows([str(part)], "")
-            else:
-                yield from read_files([part]) if isinstance(part, Path) else part
+            pick_split(name, splits, wanted)  # raises
+        part = splits[split] if split else []
+        if isinstance(part, list):
+            yield from all_rows([os_path(file) for file in part], "")
+            continue
+        index = -1
+        for index, row in enumerate(plain_rows(part)):
+            yield record_of(without_filled_in(row), f"{name}, row {index + 1}")
+        if index < 0:
+            raise ValueError(f"{name} is empty: no row was found.")
 
 
-def is_saved(folder: Path) -> bool:
-    """True for what `save_to_disk` wrote."""
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-
-
-def files_by_split(folder: Path) -> dict[str, list[Path]]:
-    """The data files of a folder, each in the split that its own name says, else its folder's, else in `train`.
-
-    Raises:
-        ValueError: no data file, files that are packed, or loose text beside structured rows.
-    """
-    inside = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    packed = [file.name for file in inside if file.suffix.lower() in PACKED_FILES]
-    files = [file for file in inside if file.suffix.lower() in DATA_FILES and file.name not in METADATA]
-    kinds = {file.suffix.lower() == ".txt" for file in files}
-    if packed or not files or len(kinds) > 1:
-        found = f"packed files ({packed[0]})" if packed else "text files beside structured ones" if files else "none"
-        raise ValueError(
-            f"--dataset_name {folder}: the folder should hold data files ({', '.join(DATA_FILES)}); found {found}"
-        )
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        by_split.setdefault(split_of([*file.relative_to(folder).parts[:-1], file.stem]), []).append(file)
-    return by_split
-
-
-def split_of(names: list[str]) -> str:
-    """The split that the last of these names with a split's word in it names first."""
-    for name in reversed(names):
-        words = re.split(r"[^a-z]+", name.lower())
-        found = [split for word in words for split, same in SPLITS.items() if word in same]
-        if found:
-            return found[0]
-    return "train"
-
-
-def read_files(files: list[Path]) -> Dataset:
-    """Read files of one split. Raises ValueError where a file cannot be read, or there is no row at all."""
-    parts, names = [], []
-    for file in files:
-        if file.suffix.lower() == ".parquet":
-            parts.append(read_parquet(file))
-            names.append(str(file))
-    texts = [str(file.resolve()) for file in files if file.suffix.lower() != ".parquet"]
-    if texts:
-        digest = "".join(digest_of(file) for file in texts)  # a changed file is another data set for the cache
-        features = datasets.Features({name: datasets.Value("large_string") for name in (ROW, WHERE, PROBLEM)})
-        try:
-            rows = Dataset.from_generator(all_rows, gen_kwargs={"files": texts, "digest": digest}, features=features)
-        except Exception as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, ValueError) and str(cause).startswith(tuple(texts)):
-                raise ValueError(str(cause)) from error
-            raise ValueError(f"{', '.join(texts)} is empty: no row was found. ({type(cause).__name__})") from error
-        parts.append(rows)
-        names.append(texts[0])
-    return join(parts, names)
-
-
-def read_parquet(file: Path) -> Dataset:
-    """Read one Parquet file, cached by its content."""
-    cache = Path(datasets.config.HF_DATASETS_CACHE, "parquet", digest_of(str(file)))
-    try:
-        rows = Dataset.from_parquet(glob.escape(str(file)), cache_dir=str(cache))
-    except Exception as error:
-        raise ValueError(f"{file} cannot be read as Parquet: {type(error).__name__}: {error}") from error
-    if not len(rows):
-        raise ValueError(f"{file} is empty: no row was found.")
-    return rows
-
-
-def as_json_rows(rows: Dataset, name: str) -> Dataset:
-    """The rows of any data set in the form of a text file's, so that sources can be joined."""
-    if ROW in rows.column_names:
+def plain_rows(rows: Dataset | datasets.IterableDataset) -> Iterable[dict[str, Any]]:
+    """Rows as Arrow holds them: images and the like are not decoded, nobody learns them."""
+    if isinstance(rows, datasets.IterableDataset):
         return rows
-    return rows.map(
-        lambda row, index: {ROW: json.dumps(dict(row), default=plain), WHERE: f"{name}, row {index + 1}", PROBLEM: ""},
-        with_indices=True,
-        remove_columns=rows.column_names,
-        features=datasets.Features({column: datasets.Value("large_string") for column in (ROW, WHERE, PROBLEM)}),
-    )
+    return (row for batch in rows.with_format("arrow").iter(BATCH) for row in batch.to_pylist())
 
 
-def plain(value: Any) -> str:
-    """Dates and the like as text. Raises TypeError for bytes: there is nothing to learn in them."""
-    if isinstance(value, bytes):
-        raise TypeError("a column holds bytes; only text can be learnt")
-    return str(value)
+def os_path(file: Path) -> str:
+    """The absolute name of a file, not that of what it links to: its ending says how it is read."""
+    return str(file.absolute())
+
+
+def read_part(name: str, part: Part) -> Dataset:
+    """Read the rows of one split. Raises ValueError where a file cannot be read, or holds no row."""
+    if not isinstance(part, list):
+        return as_records(name, part)
+    files = [os_path(file) for file in part]
+    digest = "".join(digest_of(file) for file in files)  # a changed file is another data set for the cache
+    try:
+        return Dataset.from_generator(all_rows, gen_kwargs={"files": files, "digest": digest}, features=RECORD)
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, (ValueError, OSError)):
+            raise ValueError(str(cause)) from error
+        raise
+
+
+def as_records(name: str, rows: Dataset) -> Dataset:
+    """The rows of a saved data set as records, cached beside other rows and never in the user's folder."""
+    if not len(rows):
+        raise ValueError(f"{name} is empty: no row was found.")
+    fingerprint = Hasher.hash([READER_VERSION, rows._fingerprint, name])
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"records-{fingerprint}.lock"):
+        made = rows.with_format("arrow").map(
+            partial(records_of, name=name),
+            batched=True,
+            batch_size=BATCH,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            features=RECORD,
+            new_fingerprint=fingerprint,
+            cache_file_name=str(cache / f"records-{fingerprint}.arrow"),
+        )
+    return made.with_format(None)
+
+
+def records_of(table: Any, indices: list[int], name: str) -> dict[str, list[str]]:
+    """Records of some rows of an Arrow table, as columns."""
+    rows = zip(table.to_pylist(), indices)
+    records = [record_of(without_filled_in(row), f"{name}, row {index + 1}") for row, index in rows]
+    return {column: [record[column] for record in records] for column in RECORD}

@@ -5,11 +5,10 @@
 
 One process on a CPU, which holds one file of --max_shard_size at a time (and a block of the model), never all weights.
 
-To copy it: the files that finetune.py names.
+To copy it: the files that finetune.py names, export.py and merge_adapter.py.
 """
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -21,18 +20,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import convert_file_size_to_int
-from checkpoint import MANIFEST, read_manifest
-from hf_folder import INDEX, WEIGHTS, save_generation_config, write_card, write_model
+from hf_folder import save_generation_config, write_card, write_model
 from huggingface_hub import HfApi
+from merge_adapter import merged_tensors
 from model_loading import add_adapters, check_not_quantized, load_tokenizer
-from resume import check_files
-from safetensors import safe_open
+from run_folder import MANIFEST, check_files, read_manifest
+from safetensors import SafetensorError
 from torch import nn
-from training_state import checksum
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils.hub import cached_file
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -51,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         export_checkpoint(**vars(arguments))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         sys.exit(f"Error: {error}")
 
 
@@ -72,7 +69,7 @@ def export_checkpoint(
     """
     if not (checkpoint / MANIFEST).is_file():
         raise ValueError(f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}.")
-    check_files(checkpoint, check_hashes=False)
+    check_files(checkpoint, hashed="model/")
     if output_dir.exists():
         raise ValueError(f"--output_dir {output_dir} exists; name a new folder.")
     manifest = read_manifest(checkpoint)
@@ -83,7 +80,9 @@ def export_checkpoint(
     model = meta_model(run)
     as_run = None if run.dtype == "auto" else run.dtype
     dtype = DTYPES[dtype or as_run] if dtype or as_run else model.config.dtype or torch.float32
-    limit = convert_file_size_to_int(max_shard_size)
+    limit = read_size(max_shard_size)
+    if push_to_hub:  # before the work: the name or the token may be wrong
+        HfApi().create_repo(push_to_hub, exist_ok=True, private=True)
     incomplete = output_dir.with_name(output_dir.name + ".incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
@@ -95,8 +94,19 @@ def export_checkpoint(
     incomplete.rename(output_dir)
     print(f"{output_dir}: {sum(p.stat().st_size for p in output_dir.iterdir()) / 2**20:,.1f} MiB")
     if push_to_hub:
-        HfApi().create_repo(push_to_hub, exist_ok=True, private=True)
+        print(f"if this fails: hf upload {push_to_hub} {output_dir}")
         print(HfApi().upload_folder(repo_id=push_to_hub, folder_path=output_dir))
+
+
+def read_size(text: str) -> int:
+    """Bytes of `5GB`, `500MB` or a plain number. Raises ValueError for anything else, and for nothing."""
+    try:
+        size = int(text) if text.isdecimal() else convert_file_size_to_int(text)
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise ValueError(f"--max_shard_size: found {text}, allowed: bytes above 0, as in 5GB, 500MiB or 1000000")
+    return size
 
 
 def write_folder(
@@ -115,7 +125,7 @@ def write_folder(
     else:
         tensors = saved_tensors(checkpoint, model)
         if merge_adapter:
-            tensors = merged_tensors(checkpoint, model, run, manifest["frozen"])
+            tensors = merged_tensors(read_all(checkpoint / "model"), model, run, manifest["frozen"])
         write_model(((name, t.to(dtype) if t.is_floating_point() else t) for name, t in tensors), folder, limit)
         model.config.dtype = dtype
         model.config.save_pretrained(folder)
@@ -170,70 +180,6 @@ def check_same_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, wha
             f"{what} and the base model are not the same: {wrong[0]} is {shapes.get(wrong[0], 'missing')} and "
             f"{wanted.get(wrong[0], 'missing')} ({len(wrong)} differ)."
         )
-
-
-def merged_tensors(
-    checkpoint: Path, model: nn.Module, run: Any, frozen: dict[str, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base model's weights, file by file, with the adapter added: W + lora_alpha / lora_r * B A, in fp32.
-
-    Raises:
-        ValueError: the base is not the one that the adapter was trained on.
-    """
-    adapter, factors = read_all(checkpoint / "model"), {}
-    for name in adapter:
-        if ".lora_A." in name:
-            module = name.removeprefix("base_model.model.").partition(".lora_A.")[0]
-            on_disk = revert_weight_conversion(model, {f"{module}.weight": torch.empty(1, 1, device="meta")})
-            factors[next(iter(on_disk))] = adapter[name.replace("lora_A", "lora_B")], adapter[name]
-    check_base(model, run, frozen)
-    scale, added = run.lora_alpha / run.lora_r, set()
-    for path in base_files(run):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                weight = file.get_tensor(name)
-                if name in factors:
-                    b, a = factors[name]  # (out, R), (R, in)
-                    delta = scale * (b.float() @ a.float())
-                    delta = delta.T if delta.shape != weight.shape else delta  # GPT-2's Conv1D is (in, out)
-                    weight = weight.float() + delta
-                    added.add(name)
-                yield name, weight
-    if added != set(factors):
-        missing = sorted(set(factors) - added)
-        raise ValueError(f"the base model's files do not hold {missing[0]}, which the adapter changes.")
-
-
-def check_base(model: nn.Module, run: Any, frozen: dict[str, int]) -> None:
-    """Raise ValueError where the base's weights are not those that were frozen in the run."""
-    names = set(revert_weight_conversion(model, dict(model.named_parameters())))
-    (dtype, expected), *others = frozen.items()
-    if others:  # which weights were stored in which dtype is not known
-        return
-    found = 0
-    for path in base_files(run):
-        with safe_open(path, framework="pt") as file:
-            for name in names & set(file.keys()):
-                found += checksum(file.get_tensor(name).to(DTYPES[dtype])).item()
-    if (found - expected) % 2**64:
-        raise ValueError(
-            f"the weights of {run.model_name_or_path} are not those that the adapter was trained on; "
-            "--model_name_or_path names another base."
-        )
-
-
-def base_files(run: Any) -> list[Path]:
-    """The safetensors files of the base model, local or from the hub's cache."""
-    folder, revision = run.model_name_or_path, run.model_revision
-    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(folder, INDEX, **options)
-    if index is not None:
-        names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-        return [Path(cached_file(folder, name, revision=revision)) for name in names]
-    path = cached_file(folder, WEIGHTS, **options)
-    if path is None:
-        raise ValueError(f"{folder} holds no safetensors weights to merge into.")
-    return [Path(path)]
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:

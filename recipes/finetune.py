@@ -8,10 +8,11 @@
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, checkpoint.py, data.py, data_files.py,
-data_formats.py, data_sources.py, greedy_answers.py, hf_folder.py, hook_activation_checkpointing.py, hook_config.py,
-hook_keys.py, hook_wrap.py, label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
-model_structure.py, optimizer.py, packing.py, prepare_data.py, resume.py, shrink.py, shrink_layers.py, streaming.py,
+To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, checkpoint.py, data.py,
+data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, greedy_answers.py, hf_folder.py,
+hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py, launch.py,
+launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py, optimizer.py, packing.py,
+prepare_data.py, resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py, streaming.py,
 training_state.py, utils.py, wrap_report.py and a YAML.
 """
 
@@ -29,9 +30,9 @@ from accelerate.utils import set_seed
 from architecture import check_architecture
 from arguments import FinetuneArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
-from checkpoint import START, CheckpointWriter, best_checkpoint, read_manifest
+from checkpoint import START, CheckpointWriter
 from data import preview
-from greedy_answers import before_and_after, exact_match, greedy_answers
+from greedy_answers import compare_answers, greedy_answers
 from hf_folder import export_model
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
@@ -40,7 +41,15 @@ from hook_activation_checkpointing import (
 )
 from hook_config import HookConfig, as_plain_dict, notes, read_hook_config
 from hook_wrap import apply_units, plan_units, reshard_all, set_gradient_sync
-from launch import end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_signals, stop_together
+from launch import (
+    decided_by_rank_0,
+    end,
+    make_accelerator,
+    make_device_mesh,
+    note_stop_signals,
+    one_rank_at_a_time,
+    stop_together,
+)
 from losses import describe_non_finite, micro_batch_loss, num_label_tokens, token_loss_sum
 from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
@@ -48,7 +57,9 @@ from model_structure import count_blocks
 from optimizer import make_optimizer, offload_state_between_steps, prepare
 from packing import pack_rows
 from prepare_data import prepare_data
-from resume import check_files, check_no_checkpoints, compare_runs, find_checkpoint, load_weights, resume, run_facts
+from resume import compare_runs, load_weights, resume, run_facts
+from run_folder import best_checkpoint, check_files, find_checkpoint, hold_folder, read_manifest
+from start_lines import start_lines
 from streaming import Stream, stream_steps
 from torch import nn
 from training_state import data_hash
@@ -79,6 +90,18 @@ def main() -> None:
     if arguments.preview:
         accelerator.print("\n".join([*data.lines, preview(data.train, tokenizer, arguments.preview)]))
         return end(accelerator)
+
+    # Where the run stands: at its start, or where a checkpoint was written.
+    lock = hold_folder(output_dir)  # noqa: F841 (held while it lives)
+    checkpoint = decided_by_rank_0(find_checkpoint, arguments.resume_from_checkpoint, output_dir)
+    state, saved = dict(START), {}
+    with stop_together():
+        if checkpoint is not None:
+            check_files(checkpoint, "" if arguments.check_hashes else None, rank, world_size)
+            saved = read_manifest(checkpoint)
+            state = {name: saved[name] for name in START}
+        if arguments.load_best_model_at_end and not data.test:
+            raise ValueError("--load_best_model_at_end needs a test split (or --validation_split_percentage).")
 
     # Model and hooks. The order is fixed: load, adapters, recompute, (compile), wrap, optimizer, prepare.
     set_seed(arguments.seed)  # the same random adapters on every rank
@@ -115,29 +138,23 @@ def main() -> None:
         if hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params:
             offload_state_between_steps(optimizer, accelerator.device)
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    rows_per_step = micro * accumulation * world_size
-    total_steps = count_steps(len(data.train), rows_per_step, arguments.num_train_epochs, arguments.max_steps)
+    rows_per_step, position = micro * accumulation * world_size, {name: state[name] for name in ("epoch", "rows_seen")}
+    length = arguments.num_train_epochs, arguments.max_steps, state["step"]
+    total_steps = count_steps(len(data.train), rows_per_step, *length, **position)
     warmup_steps = arguments.warmup_steps if arguments.warmup_steps >= 1 else arguments.warmup_steps * total_steps
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, math.ceil(warmup_steps), total_steps)
     model, prepared_optimizer = prepare(accelerator, model, optimizer)
 
-    # Where the run stands: at its start, or where a checkpoint was written.
-    state, checkpoint = dict(START), None
     set_seed(arguments.seed, device_specific=True)  # each rank drops other units
-    run = run_facts(arguments, keys, rows_hash, model)
-    with stop_together():
-        if arguments.resume_from_checkpoint:
-            checkpoint = find_checkpoint(arguments.resume_from_checkpoint, output_dir)
-            check_files(checkpoint, arguments.check_hashes)
-            lines = compare_runs(read_manifest(checkpoint), run)
-        else:
-            check_no_checkpoints(output_dir)
+    run = run_facts(arguments, keys, rows_hash, rows_per_step, model)
     if checkpoint is not None:
         with stop_together():
-            state, lost = resume(accelerator, model, optimizer, scheduler, checkpoint)
-        resumed = f"resumed from {checkpoint}: step {state['step']}, epoch {state['epoch']}"
-        accelerator.print("\n".join([resumed, *(f"note: {line}" for line in [*lines, *lost])]))
-    print_start(accelerator, hook_config, arguments, data.lines, total_steps)
+            lines = compare_runs(saved, run)
+        with stop_together():
+            lines += resume(accelerator, model, optimizer, scheduler, checkpoint)
+        where = f"step {state['step']} of {total_steps}, epoch {state['epoch']}"
+        accelerator.print(f"resumed from {checkpoint}: {where}", *lines, sep="\nnote: ")
+    accelerator.print("\n".join([*data.lines, *start_lines(hook_config, arguments, accelerator, total_steps)]))
     accelerator.init_trackers(Path(output_dir).name)
 
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
@@ -145,35 +162,34 @@ def main() -> None:
     prompts, expected = data.prompts, data.answers
     options = data.prompts_hold_begin, batch_size, arguments.max_new_tokens
     answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, prompts, *options)
-    before = answer_prompts() if prompts else []
+    before = answer_prompts() if prompts and checkpoint is None else []
     share = micro, accumulation, rank, world_size, arguments.seed, pad_token_id
     workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
-    position = {name: state[name] for name in ("epoch", "rows_seen")}
     steps = training_steps(data.train, *share, workers, is_grouped, **position)
     if data.stream is not None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
-    if test_batches:
-        log.write(state["step"], {"eval_loss": evaluate(accelerator, model, test_batches)})
+    if test_batches and checkpoint is None:
+        log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches)})
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
-    with stop_signals() as signals:
-        parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer, signals
-        is_finished = train(*parts, arguments, hook_config)
-        if line := writer.wait():
-            log.say(line)
+    parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
+    is_finished = train(*parts, note_stop_signals(), arguments, hook_config)
+    with stop_together():
+        log.say(writer.wait())
     if not is_finished:
-        log.say("stopped by a signal after a save; go on with --resume_from_checkpoint latest")
+        log.say("stopped by a signal; " + ("resume from latest" if writer.is_saved else "its state could NOT be saved"))
         log.close()
         end(accelerator)
-        sys.exit(STOPPED)
-    if arguments.load_best_model_at_end and (best := best_checkpoint(output_dir)):
-        load_weights(model, optimizer, best)
+        sys.exit(STOPPED if writer.is_saved else 1)
+    best = decided_by_rank_0(best_checkpoint, output_dir) if arguments.load_best_model_at_end else None
+    if best is not None:
+        with stop_together():
+            load_weights(model, optimizer, best)
         log.say(f"lowest eval_loss: {best}, loaded")
     if prompts:
-        first, last = exact_match(before, expected), exact_match(after := answer_prompts(), expected)
-        log.write(total_steps, {"exact_match_before": first, "exact_match_after": last})
-        log.say(before_and_after(prompts, expected, before, after))
-        log.say(f"exact match of {len(prompts)} held-out answers: {first:.1%} before, {last:.1%} after")
+        scores, text = compare_answers(prompts, expected, before, answer_prompts())
+        log.write(total_steps, scores)
+        log.say(text)
     log.close()
     with stop_together():
         export_model(model, tokenizer, Path(output_dir, "model"), export_dtype, accelerator.is_main_process)
@@ -256,7 +272,9 @@ def train(
             state["eval_loss"] = eval_loss
             meter.reset()
         if is_stopping or (arguments.save_steps and (step % arguments.save_steps == 0 or is_last)):
-            log.say(f"step {step}/{log.total_steps} | {writer.save(state)}")
+            with stop_together():
+                saved = writer.save(state)
+            log.say(f"step {step}/{log.total_steps} | {saved}")
             meter.reset()
     return not is_stopping or step == log.total_steps
 
@@ -275,25 +293,6 @@ def evaluate(accelerator: Accelerator, model: nn.Module, batches: Iterable[dict[
     model.train()
     loss_sum, label_tokens = accelerator.reduce(totals).tolist()
     return loss_sum / label_tokens
-
-
-def print_start(
-    accelerator: Accelerator, config: HookConfig, arguments: FinetuneArguments, data_lines: list[str], total_steps: int
-) -> None:
-    """Print what this run is: where its YAML came from, ranks, batch arithmetic, every dtype."""
-    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    ranks, backend = accelerator.num_processes, torch.distributed.get_backend()
-    rows = micro * accumulation * ranks
-    lines = [
-        *data_lines,
-        f"{config.path} (found by {config.found_by}) | {ranks} rank(s) on {accelerator.device.type}, {backend}",
-        f"compute {config.hook_param_dtype}, reduce {config.hook_reduce_dtype}, norms "
-        f"{config.hook_norm_dtype or config.hook_param_dtype}, buffers {config.hook_buffer_dtype or 'as loaded'}, "
-        "trained weights and optimizer fp32, loss fp32",
-        f"micro-batch {micro} x accumulation {accumulation} x ranks {ranks} = global batch {rows} rows, "
-        f"at most {rows * arguments.max_length:,} tokens per step | {total_steps} steps",
-    ]
-    accelerator.print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -67,10 +67,16 @@ def exact_match(answers: list[str], expected: list[str]) -> float:
     return sum(a.strip() == e.strip() for a, e in zip(answers, expected)) / len(expected)
 
 
-def before_and_after(prompts: list[str], expected: list[str], before: list[str], after: list[str], n: int = 3) -> str:
-    """A few prompts with their answers, for a person to read."""
+def compare_answers(
+    prompts: list[str], expected: list[str], before: list[str], after: list[str], n: int = 3
+) -> tuple[dict[str, float], str]:
+    """(the scores, a few prompts with their answers for a person to read). `before` is empty in a resumed run."""
     lines = []
     for i in range(min(n, len(prompts))):
-        lines += [f"prompt    {prompts[i].strip()!r}", f"  before   {before[i].strip()!r}"]
+        lines.append(f"prompt    {prompts[i].strip()!r}")
+        lines += [f"  before   {before[i].strip()!r}"] if before else []
         lines += [f"  after    {after[i].strip()!r}", f"  expected {expected[i].strip()!r}"]
-    return "\n".join(lines)
+    scores = {"exact_match_before": exact_match(before, expected)} if before else {}
+    scores["exact_match_after"] = exact_match(after, expected)
+    shown = ", ".join(f"{score:.1%} {name.removeprefix('exact_match_')}" for name, score in scores.items())
+    return scores, "\n".join([*lines, f"exact match of {len(prompts)} held-out answers: {shown}"])

@@ -94,12 +94,18 @@ def export_model(
     sharded_class = type(model)
     if not is_adapter:
         model.__class__ = sharded_class.__mro__[2]  # [FSDPName, FSDPModule, Name]: a hub model's own code is saved
-    model.save_pretrained(incomplete, state_dict=weights)
-    model.__class__ = sharded_class
-    if not is_adapter:
-        config.dtype = dtype  # save_pretrained wrote the dtype of the fp32 masters
-        config.save_pretrained(incomplete)
-    tokenizer.save_pretrained(incomplete)
+    try:
+        model.save_pretrained(incomplete, state_dict=weights)
+        if not is_adapter:
+            config.dtype = dtype  # save_pretrained wrote the dtype of the fp32 masters
+            config.save_pretrained(incomplete)
+        tokenizer.save_pretrained(incomplete)
+    except Exception as error:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        hint = "recipes/export.py makes it from a checkpoint, if the run saved one"
+        raise OSError(f"{folder} could not be written: {error}; {hint}.") from error
+    finally:
+        model.__class__ = sharded_class
     set_use_cache(model, False)
     if folder.exists():
         shutil.rmtree(folder)

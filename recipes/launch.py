@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from datasets.utils import disable_progress_bars
 from datasets.utils import logging as datasets_logging
 from filelock import FileLock
 from hook_config import HookConfig, as_plain_dict
+from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 from utils import check_device_dtype
@@ -68,7 +69,7 @@ def stop_together() -> Iterator[None]:
     failure = None
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         failure = str(error)
     except Exception:
         failure = traceback.format_exc()
@@ -86,23 +87,29 @@ def stop_together() -> Iterator[None]:
     sys.exit(1)
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Yield a list into which the signals that ask to stop are noted: SIGTERM and SIGUSR1 (a scheduler's warning), and
-    Ctrl-C. The script saves and ends; a second Ctrl-C ends at once."""
+def note_stop_signals() -> list[int]:
+    """Return a list into which the signals that ask to stop are noted from now on: SIGTERM and SIGUSR1 (a scheduler's
+    warning), and Ctrl-C. The script saves and ends; a second Ctrl-C, which a launcher passes on as SIGTERM, ends at
+    once."""
     received: list[int] = []
 
     def note(number: int, _: object) -> None:
-        if number == signal.SIGINT and number in received:
-            raise KeyboardInterrupt
+        if signal.SIGINT in received and number in (signal.SIGINT, signal.SIGTERM):
+            os._exit(128 + signal.SIGINT)  # not even waiting for a checkpoint that a thread writes
         received.append(number)
 
-    own = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in own.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, note)
+    return received
+
+
+def decided_by_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns on rank 0, on every rank: what they read from a disk must not differ."""
+    with stop_together():
+        result = function(*arguments) if dist.get_rank() == 0 else None
+    results = [result]
+    dist.broadcast_object_list(results, group=control_group())
+    return results[0]
 
 
 def one_rank_at_a_time() -> FileLock:

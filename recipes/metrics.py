@@ -107,7 +107,7 @@ class MetricsLog:
 
     def say(self, text: str) -> None:
         """Print a line once, above the bar."""
-        if self.accelerator.is_main_process:
+        if text and self.accelerator.is_main_process:
             self.bar.write(text)
 
     def write(self, step: int, values: dict[str, Any]) -> None:

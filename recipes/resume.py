@@ -1,5 +1,6 @@
-"""Go on from a checkpoint: choose it, check that it is whole and of this run, and load it into the sharded objects."""
+"""Go on from a checkpoint: check that it is of this run, and load it into the sharded objects."""
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from checkpoint import MANIFEST, complete_checkpoints, read_manifest, sha256, step_of
+from run_folder import read_manifest
+from safetensors import SafetensorError
 from torch import nn
 from training_state import frozen_checksum, set_random_state, training_tensors
 
 # Arguments that say which rows come when, or what the saved tensors mean: another value would make the run wrong.
-FIXED = ("seed", "group_by_length", "streaming", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
+FIXED = ("seed", "group_by_length", "streaming", "use_peft")
+FIXED_WITH_ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules")
 UNIMPORTANT = (
     *("config", "accelerate_config", "output_dir", "resume_from_checkpoint", "check_hashes", "preview"),
     *("save_steps", "save_total_limit", "on_save_error", "async_save", "load_best_model_at_end"),
@@ -22,68 +25,20 @@ UNIMPORTANT = (
 )
 
 
-def find_checkpoint(name: str, output_dir: str) -> Path:
-    """Return the checkpoint to resume from. `latest` (or True) is the newest complete one of this output folder.
-
-    Raises:
-        ValueError: there is none, the named folder is not a complete checkpoint, or output_dir holds later ones, which
-            the run would come to mix with its own.
-    """
-    complete = complete_checkpoints(output_dir)
-    known = ", ".join(path.name for path in complete) or "none"
-    if name.lower() in ("latest", "true"):
-        if not complete:
-            raise ValueError(f"--resume_from_checkpoint {name}: no complete checkpoint in {output_dir}.")
-        return complete[-1]
-    checkpoint = Path(name)
-    if not (checkpoint / MANIFEST).is_file():
-        raise ValueError(f"--resume_from_checkpoint {name}: not a complete checkpoint. In {output_dir}: {known}.")
-    later = [path.name for path in complete if step_of(path) > read_manifest(checkpoint)["step"]]
-    if later:
-        raise ValueError(
-            f"--resume_from_checkpoint {name}: {output_dir} holds {', '.join(later)}, which would be taken for this "
-            "run's. Move them away, resume from the latest, or choose another --output_dir."
-        )
-    return checkpoint
+NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path")
 
 
-def check_no_checkpoints(output_dir: str) -> None:
-    """Raise ValueError if a new run would write its checkpoints among those of an earlier one."""
-    found = complete_checkpoints(output_dir)
-    if found:
-        raise ValueError(
-            f"--output_dir {output_dir} holds {found[-1].name} of an earlier run. Continue it with "
-            "--resume_from_checkpoint latest, or choose another folder."
-        )
-
-
-def check_files(checkpoint: Path, check_hashes: bool) -> None:
-    """Raise ValueError, naming the file, where one is missing or not as long as it was written.
-
-    With `check_hashes` each rank also reads its share of the files, and one whose content changed is named.
-    """
-    files = read_manifest(checkpoint)["files"]
-    problems = []
-    for name, facts in files.items():
-        path = checkpoint / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != facts["size"]:
-            found = "missing" if size is None else f"{size:,} bytes"
-            problems.append(f"{path}: {found}, written were {facts['size']:,} bytes")
-    if check_hashes and not problems:
-        for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
-            if sha256(checkpoint / name) != files[name]["sha256"]:
-                problems.append(f"{checkpoint / name}: its content is not what was written (sha256)")
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError("Damaged checkpoint: " + "; ".join(problems[:3]) + more + ". Resume from an earlier one.")
-
-
-def run_facts(arguments: Any, keys: dict[str, Any], rows_hash: str, model: nn.Module) -> dict[str, Any]:
+def run_facts(
+    arguments: Any, keys: dict[str, Any], rows_hash: str, rows_per_step: int, model: nn.Module
+) -> dict[str, Any]:
     """What a run is, as JSON holds it: kept in each checkpoint, compared by compare_runs. A collective."""
+    config = model.config.to_dict()
+    config = {name: value for name, value in config.items() if name not in NOT_THE_MODEL and not name.startswith("_")}
     yaml_keys = {name: entry["value"] for name, entry in keys.items()}
     packed = f" packed to {arguments.max_length}" if arguments.packing else ""
     facts = {"arguments": vars(arguments), "yaml": yaml_keys, "data": rows_hash + packed}
+    facts |= {"model": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()}
+    facts |= {"rows_per_step": rows_per_step}
     return json.loads(json.dumps({**facts, "frozen": frozen_checksum(model)}))
 
 
@@ -94,7 +49,10 @@ def compare_runs(saved: dict[str, Any], run: dict[str, Any]) -> list[str]:
         ValueError: a change that would make the continued run wrong.
     """
     before, now = saved["arguments"], run["arguments"]
-    wrong = [f"--{name} was {before.get(name)}, now {now[name]}" for name in FIXED if before.get(name) != now[name]]
+    fixed = FIXED + (FIXED_WITH_ADAPTERS if now["use_peft"] else ())
+    wrong = [
+        f"--{n} was {before.get(n)}, now {now[n]}" for n in fixed if in_any_order(before.get(n)) != in_any_order(now[n])
+    ]
     if saved["data"] != run["data"]:
         wrong.append(
             "the training rows are others (the data, the tokenizer or its chat template, or how rows are cut, masked "
@@ -103,18 +61,31 @@ def compare_runs(saved: dict[str, Any], run: dict[str, Any]) -> list[str]:
     both = saved["frozen"].keys() & run["frozen"].keys()  # another YAML may store the frozen weights otherwise
     if any(saved["frozen"][dtype] != run["frozen"][dtype] for dtype in both):
         wrong.append(f"the frozen weights of {now['model_name_or_path']} are others")
+    if saved["model"] != run["model"]:
+        wrong.append(f"the config of {now['model_name_or_path']} is another")
     if wrong:
         raise ValueError(
             "This is not the run of the checkpoint: " + "; ".join(wrong) + ". Give it what it was started with, or "
             "start a new run from its exported model."
         )
+    notes, rows = [], run["rows_per_step"]
+    if saved["rows_per_step"] != rows:
+        notes.append(
+            f"global batch was {saved['rows_per_step']} rows, now {rows}: other losses and another schedule than "
+            "without the stop; --gradient_accumulation_steps brings it back"
+        )
     kinds = (("--", before, now), ("YAML ", saved["yaml"], run["yaml"]))
-    return [
+    return notes + [
         f"changed since the checkpoint: {kind}{name} was {old.get(name)}, now {value}"
         for kind, old, new in kinds
         for name, value in new.items()
         if name not in UNIMPORTANT and old.get(name) != value
     ]
+
+
+def in_any_order(value: Any) -> Any:
+    """A list of names without its order."""
+    return sorted(value) if isinstance(value, list) else value
 
 
 def resume(
@@ -123,11 +94,11 @@ def resume(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     checkpoint: Path,
-) -> tuple[dict[str, Any], list[str]]:
+) -> list[str]:
     """Load a checkpoint into the sharded model and its optimizer, on any number of ranks and under any wrapping.
 
-    The schedule is moved to its step and follows the arguments of now. Returns (the manifest, what could not be
-    restored). A collective.
+    The schedule is moved to its step and follows the arguments of now. Returns what could not be restored. A
+    collective.
 
     Raises:
         ValueError: the checkpoint holds other tensors than the model.
@@ -147,14 +118,17 @@ def resume(
             scheduler.step()
     random_file = checkpoint / "random_state" / f"rank-{dist.get_rank():05}.safetensors"
     if random_file.is_file():
-        set_random_state(str(random_file), accelerator.device)
+        try:
+            set_random_state(str(random_file), accelerator.device)
+        except SafetensorError as error:
+            raise ValueError(unreadable(random_file, str(error))) from error
     notes = []
     if saved["world_size"] != dist.get_world_size():
         notes.append(
             f"saved by {saved['world_size']} ranks, resumed by {dist.get_world_size()}: the rows go on in the same "
             "order, but dropout draws other masks than an uninterrupted run"
         )
-    return saved, notes
+    return notes
 
 
 def load_weights(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
@@ -163,9 +137,21 @@ def load_weights(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill sharded tensors in place from the files of any number of ranks; each reads its own rows."""
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    saved = {name: tuple(facts.size) for name, facts in reader.read_metadata().state_dict_metadata.items()}
+    """Fill sharded tensors in place from the files of any number of ranks; each reads its own rows. A collective.
+
+    Raises:
+        ValueError: on every rank, where one cannot read, or where the folder holds other tensors.
+    """
+    reader, failure = dcp.HuggingFaceStorageReader(str(folder)), ""
+    try:
+        saved = {name: tuple(facts.size) for name, facts in reader.read_metadata().state_dict_metadata.items()}
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    failures = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)  # before the next collective, in which the others would wait
+    if any(failures):
+        rank = next(rank for rank, text in enumerate(failures) if text)
+        raise ValueError(unreadable(folder, f"rank {rank}: {failures[rank]}"))
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     different = sorted(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
     if different:
@@ -174,4 +160,13 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
             f"{folder} holds other tensors than this model: {name} is {saved.get(name, 'missing')} there and "
             f"{wanted.get(name, 'missing')} here ({len(different)} differ). Resume with the model it was saved from."
         )
-    dcp.load(tensors, storage_reader=reader)
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except dcp.CheckpointException as error:  # raised on every rank
+        what = "; ".join(f"rank {rank}: {wrapped[0]}" for rank, wrapped in error.failures.items())
+        raise ValueError(unreadable(folder, what)) from error
+
+
+def unreadable(folder: Path, what: str) -> str:
+    """The message for files that cannot be read."""
+    return f"{folder} cannot be read: {what}. --check_hashes names a damaged file; resume from an earlier checkpoint."

@@ -30,7 +30,10 @@ def training_tensors(
     once = {plain_name(name) for name, _ in model.named_parameters()}
     tied = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - once
     weights = {name: value for name, value in weights.items() if name not in tied}
+    is_fresh = not optimizer.state
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    for state in optimizer.state.values() if is_fresh else ():
+        state["step"].zero_()  # torch made the state with a step of zero gradients, which must not count
     # Learning rate, betas and so on are what the arguments say, not state.
     moments = {name: value for name, value in optimizer_state.items() if name.startswith("state.")}
     tensors = {"model": weights, "optimizer": moments}

@@ -108,6 +108,7 @@ class Faults:
     counts: str = ""  # a file to write the counted events to
     file_size_limit: int = 0  # bytes: a larger write fails as on a full disk
     limit_from_step: int = 0
+    breaks_reading: bool = False  # of a checkpoint's tensors
 
 
 def be_rank(script, rank, world_size, port, arguments, log, faults):
@@ -135,6 +136,8 @@ def be_rank(script, rank, world_size, port, arguments, log, faults):
         disk.watch()
     if rank in faults.ranks and faults.file_size_limit:
         limit_files(finetune, faults)
+    if rank in faults.ranks and faults.breaks_reading:
+        torch.distributed.checkpoint.HuggingFaceStorageReader.read_metadata = stale_file
     code = 0
     try:
         importlib.import_module(script).main()
@@ -152,6 +155,11 @@ def be_rank(script, rank, world_size, port, arguments, log, faults):
         Path(f"{faults.counts}-{rank}").write_text("\n".join(disk.events))
     sys.stdout.flush()
     os._exit(code)
+
+
+def stale_file(_):
+    """What a network disk may answer on one machine."""
+    raise OSError(116, "Stale file handle")
 
 
 def limit_files(finetune, faults):

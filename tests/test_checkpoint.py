@@ -8,19 +8,25 @@ five steps (DESIGN section 5), since AdamW's first steps amplify rounding.
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 import yaml
-from checkpoint import complete_checkpoints, read_manifest
+from cpu_ranks import run_on_cpu_ranks
 from in_process import Faults, Run, finetune_in_process
 from launching import CONFIGS, RECIPES, ROOT, clean_environment
-from resume import check_files
+from run_folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama
+from torch.distributed.fsdp import fully_shard
+from training_state import training_tensors
 
 SAMPLE = RECIPES / "sample"
 STEPS = 8
@@ -227,7 +233,7 @@ def test_full_disk_loses_neither_training_nor_older_checkpoints(rows, whole, tmp
 
 
 def check_files_alone(checkpoint):
-    check_files(checkpoint, check_hashes=False)
+    check_files(checkpoint)
 
 
 def test_vanished_folder_is_an_error_and_is_not_made_again(rows, tmp_path):
@@ -257,28 +263,31 @@ def test_signal_to_one_rank_saves_on_all_and_the_resumed_run_is_equal(rows, whol
     assert same_weights(weights_of(folder), weights_of(whole))
 
 
-def test_second_interrupt_stops_at_once(rows, tmp_path):
+def handles_signals(pid):
+    """Whether a process has set its handler of SIGUSR1."""
+    (line,) = [line for line in open(f"/proc/{pid}/status") if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_second_interrupt_stops_at_once(rows, tmp_path, second):
+    """A launcher passes the second Ctrl-C on as SIGTERM."""
     folder = tmp_path / "run"
     arguments = [*common(rows, save_steps=0, steps=10_000), "--output_dir", folder]
-    run = Run([*arguments, "--gradient_accumulation_steps", 200], tmp_path / "log")
+    run = Run([*arguments, "--gradient_accumulation_steps", 2000], tmp_path / "log")
     run.wait_for("10000 steps")
-    for _ in range(200):
+    while not all(handles_signals(process.pid) for process in run.ranks):
+        time.sleep(0.05)
+    for number in (signal.SIGINT, second):
         for process in run.ranks:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGINT)
-        run.ranks[0].join(0.1)
-        if not run.ranks[0].is_alive():
-            break
-    done = run.wait()
-    assert all(done.codes) and not complete_checkpoints(folder)
+            os.kill(process.pid, number)
+        time.sleep(0.5)
+    done = run.wait(10)  # the step alone takes longer
+    assert done.codes == [130, 130] and not complete_checkpoints(folder)
 
 
 def test_signal_to_the_launcher_saves_too(rows, tmp_path):
     """accelerate launch hands SIGTERM on to its ranks and waits for them."""
-    import subprocess
-    import sys
-    import time
-
     folder, log = tmp_path / "run", tmp_path / "log"
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     script = [str(RECIPES / "finetune.py"), *map(str, common(rows, save_steps=0, steps=10_000))]
@@ -443,7 +452,7 @@ def test_other_model_stops_the_run(rows, whole, tmp_path):
     model.resize_token_embeddings(config["vocab_size"])
     model.save_pretrained(other)
     _, done = resumed(whole, 4, tmp_path, common(rows, model=other))
-    assert done.codes == [1, 1] and "holds other tensors than this model" in done.output
+    assert done.codes == [1, 1] and done.output.count("the config of") == 1
 
 
 def test_other_frozen_weights_stop_the_run(rows, tmp_path):
@@ -486,6 +495,7 @@ def test_second_run_into_the_same_folder_is_refused_while_the_first_lives(rows, 
     first.wait_for("step 1/")
     second = Run([*common(rows, steps=2), "--output_dir", folder], tmp_path / "log2").wait()
     assert second.codes == [1, 1] and second.output.count("another run is still writing to it") == 1
+    assert min(steps_of(folder)) == 1  # the refused run has not touched the living one's lines
     for process in first.ranks:
         process.kill()
     first.wait()
@@ -507,3 +517,114 @@ def test_folder_that_the_ranks_do_not_share_is_refused(rows, tmp_path):
     """As on two machines that each have an /outputs of their own."""
     done = Run([*common(rows), "--output_dir", tmp_path / "{own_rank}"], tmp_path / "log").wait()
     assert done.codes == [1, 1] and done.output.count("is not on a disk that all ranks share") == 1
+
+
+def test_epochs_end_where_they_end_though_the_global_batch_changed(rows, tmp_path):
+    """Two epochs of 40 rows: five steps of 8 rows, and the second epoch in ten steps of 4."""
+    arguments = [*common(rows, save_steps=5, steps=-1), "--num_train_epochs", 2]
+    one = tmp_path / "one"
+    succeeded(finetune_in_process([*arguments, "--output_dir", one], tmp_path / "log"))
+    assert max(steps_of(one)) == 10
+    folder, done = resumed(one, 5, tmp_path, arguments, world_size=1)
+    assert "global batch was 8 rows, now 4" in succeeded(done)
+    assert sorted(steps_of(folder)) == list(range(6, 16))
+    last = read_manifest(folder / "checkpoint-15")
+    assert (last["epoch"], last["rows_seen"]) == (2, 0)
+
+
+def test_rank_that_cannot_read_a_checkpoint_ends_all(rows, whole, tmp_path):
+    _, done = resumed(whole, 4, tmp_path, common(rows), faults=Faults((1,), breaks_reading=True))
+    assert done.codes == [1, 1] and "Traceback" not in done.output
+    assert done.output.count("rank 1: OSError: [Errno 116] Stale file handle") == 1
+
+
+def test_signal_to_every_process_of_a_job_leaves_the_loaders_to_save_with(rows, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*common(rows, save_steps=0, steps=10_000), "--output_dir", folder, "--dataloader_num_workers", 1]
+    run = Run(arguments, tmp_path / "log")
+    run.wait_for("step 2/")
+    for process in run.ranks:
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        assert children
+        for pid in (*map(int, children), process.pid):
+            os.kill(pid, signal.SIGTERM)
+    done = run.wait()
+    assert done.codes == [143, 143], done.output[-2000:]
+    assert len(complete_checkpoints(folder)) == 1
+
+
+def test_stop_whose_save_fails_says_so(rows, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*common(rows, save_steps=0, steps=10_000), "--output_dir", folder, "--on_save_error", "continue"]
+    run = Run(arguments, tmp_path / "log", faults=Faults((1,), file_size_limit=2**16))
+    run.wait_for("step 2/")
+    os.kill(run.ranks[0].pid, signal.SIGTERM)
+    done = run.wait()
+    assert done.codes == [1, 1] and "its state could NOT be saved" in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda manifest: "", "Expecting value"),
+        (lambda manifest: json.dumps({k: v for k, v in manifest.items() if k != "files"}), "'files' is missing"),
+        (lambda manifest: json.dumps({**manifest, "step": "4"}), "step is '4'"),
+        (lambda manifest: json.dumps({**manifest, "format": 9}), "format 9, this version reads 1"),
+        (lambda manifest: json.dumps({**manifest, "files": {"../../x": {}}}), "outside of the checkpoint"),
+        (lambda manifest: json.dumps([manifest]), "manifest of a checkpoint"),
+    ],
+)
+def test_damaged_manifest_is_named_and_never_the_best(whole, tmp_path, change, message):
+    for step in (2, 4):
+        shutil.copytree(whole / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    path = tmp_path / "checkpoint-2" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(change({**manifest, "eval_loss": 0.1}))
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        read_manifest(path.parent)
+    assert message in str(caught.value)
+    assert best_checkpoint(tmp_path) is None
+    for step, loss in ((2, float("nan")), (4, 1.0)):
+        path = tmp_path / f"checkpoint-{step}" / "manifest.json"
+        path.write_text(json.dumps({**manifest, "step": step, "eval_loss": loss}))
+    assert best_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+
+
+@pytest.mark.parametrize("name", ["model/shard-00002-model-00001-of-00001", "random_state/rank-00001"])
+def test_file_that_cannot_be_parsed_is_one_error_that_names_its_folder(rows, whole, tmp_path, name):
+    copy = tmp_path / "run" / "checkpoint-4"
+    shutil.copytree(whole / "checkpoint-4", copy)
+    path = copy / f"{name}.safetensors"
+    path.write_bytes(b"x" * path.stat().st_size)
+    arguments = [*common(rows), "--output_dir", copy.parent, "--resume_from_checkpoint", "checkpoint-4"]
+    done = Run(arguments, tmp_path / "log").wait()
+    assert done.codes == [1, 1] and "Traceback" not in done.output
+    assert f"{copy / name.split('/')[0]}" in done.output and "--check_hashes names a damaged file" in done.output
+
+
+def test_best_checkpoint_needs_rows_to_be_judged_on(rows, tmp_path):
+    best = ["--load_best_model_at_end", "--eval_steps", 2, "--output_dir", tmp_path / "run"]
+    done = Run([*common(rows), *best], tmp_path / "log").wait()
+    assert done.codes == [1, 1] and done.output.count("--load_best_model_at_end needs a test split") == 1
+
+
+def test_saving_before_the_first_successful_step_does_not_count_as_one(tmp_path):
+    """Under fp16 the scaler may skip the first steps: torch makes Adam's state by a step of its own."""
+    assert run_on_cpu_ranks(save_before_first_step, None, 1) == 0
+
+
+def save_before_first_step(_):
+    """One rank: the first update with and without a look at the state before it."""
+    torch.distributed.init_process_group("gloo")
+    updates = []
+    for looks in (False, True):
+        model = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.ones_(model.weight)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, fused=True)
+        training_tensors(model, optimizer) if looks else None
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        updates.append(model.weight.full_tensor().detach().clone())
+    assert torch.equal(*updates)
+    torch.distributed.destroy_process_group()

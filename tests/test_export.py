@@ -14,7 +14,7 @@ from launching import RECIPES
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, MixtralConfig
 
 SAMPLE = RECIPES / "sample"
 ROWS = SAMPLE / "data" / "train.jsonl"
@@ -109,6 +109,50 @@ def test_merged_adapter_equals_pefts_own_merge(lora, tmp_path):
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     unmerged = logits(AutoModelForCausalLM.from_pretrained(SAMPLE / "model", dtype=torch.float32))
     assert (unmerged - expected).norm() > 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_square_transposed_weights_merge_right_also_from_files_without_the_decoders_name(tmp_path, prefix):
+    """GPT-2: attn.c_proj is square and stored (in, out); its files on the hub leave `transformer.` out."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=128, dtype="float32")
+    torch.manual_seed(0)
+    base = with_sample_tokenizer(AutoModelForCausalLM.from_config(config), tmp_path / "gpt2")
+    weights = {
+        name.replace("transformer.", prefix): value for name, value in load_file(base / "model.safetensors").items()
+    }
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    checkpoint = trained(tmp_path / "run", base, "--use_peft", "--lora_target_modules", "c_attn", "c_proj")
+    export_checkpoint(checkpoint, tmp_path / "out", merge_adapter=True, dtype="fp32")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    unmerged = logits(plain).clone()
+    expected = logits(PeftModel.from_pretrained(plain, checkpoint.parent / "model").merge_and_unload())
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (found - expected).norm() <= 1e-5 * expected.norm() < 1e-2 * (unmerged - expected).norm()
+
+
+def test_adapter_that_cannot_be_merged_file_by_file_is_refused(tmp_path):
+    targets = ("--use_peft", "--lora_target_modules", "embed_tokens", "q_proj")
+    checkpoint = trained(tmp_path / "run", SAMPLE / "model", *targets)
+    with pytest.raises(ValueError, match=r"embed_tokens.*merge_and_unload"):
+        export_checkpoint(checkpoint, tmp_path / "out", merge_adapter=True)
+    export_checkpoint(checkpoint, tmp_path / "out")
+
+
+def test_file_whose_content_changed_is_not_exported(full, tmp_path):
+    copy = tmp_path / "checkpoint-2"
+    shutil.copytree(full, copy)
+    path = copy / "model" / "shard-00002-model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"shard-00002-model-00001-of-00001.safetensors: its content"):
+        export_checkpoint(copy, tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", ["0", "abc", "-1", "5XB"])
+def test_shard_size_that_is_none_is_one_error(full, tmp_path, size):
+    with pytest.raises(ValueError, match=f"--max_shard_size: found {size}, allowed"):
+        export_checkpoint(full, tmp_path / "out", max_shard_size=size)
 
 
 def test_tied_head_is_stored_once_and_experts_under_the_names_of_their_family(tmp_path):
