@@ -131,10 +131,9 @@ def main() -> None:
 
     # Optimizer after wrapping and before any forward; the schedule counts optimizer steps on any number of ranks.
     with stop_together():
-        betas = (arguments.adam_beta1, arguments.adam_beta2)
-        epsilon, weight_decay = arguments.adam_epsilon, arguments.weight_decay
-        uses_scaler = accelerator.scaler is not None
-        optimizer = make_optimizer(model, arguments.learning_rate, weight_decay, betas, epsilon, uses_scaler)
+        betas, epsilon = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
+        decay, uses_scaler = arguments.weight_decay, accelerator.scaler is not None
+        optimizer = make_optimizer(model, arguments.learning_rate, decay, betas, epsilon, uses_scaler)
         if hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params:
             offload_state_between_steps(optimizer, accelerator.device)
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
@@ -152,8 +151,7 @@ def main() -> None:
             lines = compare_runs(saved, run)
         with stop_together():
             lines += resume(accelerator, model, optimizer, scheduler, checkpoint)
-        where = f"step {state['step']} of {total_steps}, epoch {state['epoch']}"
-        accelerator.print(f"resumed from {checkpoint}: {where}", *lines, sep="\nnote: ")
+        accelerator.print(f"resumed from {checkpoint}: step {state['step']} of {total_steps}", *lines, sep="\nnote: ")
     accelerator.print("\n".join([*data.lines, *start_lines(hook_config, arguments, accelerator, total_steps)]))
     accelerator.init_trackers(Path(output_dir).name)
 
@@ -164,8 +162,7 @@ def main() -> None:
     answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, prompts, *options)
     before = answer_prompts() if prompts and checkpoint is None else []
     share = micro, accumulation, rank, world_size, arguments.seed, pad_token_id
-    workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
-    steps = training_steps(data.train, *share, workers, is_grouped, **position)
+    steps = training_steps(data.train, *share, arguments.dataloader_num_workers, arguments.group_by_length, **position)
     if data.stream is not None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,7 +266,8 @@ def test_signal_to_one_rank_saves_on_all_and_the_resumed_run_is_equal(rows, whol
 
 def handles_signals(pid):
     """Whether a process has set its handler of SIGUSR1."""
-    (line,) = [line for line in open(f"/proc/{pid}/status") if line.startswith("SigCgt")]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("SigCgt")]
     return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
