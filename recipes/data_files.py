@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_formats import FOREIGN, PROBLEM, ROW, WHERE, without_filled_in
+from data_formats import PROBLEM, ROW, WHERE, without_filled_in
+from data_turns import FOREIGN
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 

@@ -1,9 +1,11 @@
 """One row of any common format, read as its author meant it: a chat, a prompt with its completion, or plain text."""
 
 import json
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass, field
 from typing import Any
+
+from data_turns import as_json, flags_of_turns, kind_of, read_tools, read_turn, role_of
 
 # Columns of each format, in the order in which they are looked for.
 FORMATS = {
@@ -13,37 +15,36 @@ FORMATS = {
     "instruction/output": ("instruction", "output"),
     "text": ("text",),
 }
-# Foreign names of the four roles that chat templates know.
-ROLES = {
-    "system": ("system", "developer"),
-    "user": ("user", "human", "prompter"),
-    "assistant": ("assistant", "gpt", "bot", "chatgpt", "model", "ai", "function_call", "tool_call"),
-    "tool": ("tool", "function", "observation", "ipython", "function_response", "tool_response"),
-}
-TOOL_CALLERS = ("function_call", "tool_call")
-TURN_WEIGHTS = ("weight", "train", "loss")  # per-turn columns that say whether a turn is learnt (OpenAI, axolotl)
+OPTIONAL = {"instruction/output": ("input", "system")}  # columns of text that a format reads if they are there
 
-# Columns of a text file's rows: the row as JSON, where it stood, and why it could not be read (else empty).
+# Columns of a record: the row as JSON, where it stood, and why it could not be read (else empty).
 ROW, WHERE, PROBLEM = "_row", "_where", "_problem"
 
 
 @dataclass
 class Example:
-    """A chat (messages and, for each, whether it is learnt), or a prompt and its completion; a text has no prompt."""
+    """A chat (messages and, for each, whether it is learnt), or a prompt and its completion; a text has no prompt.
+
+    `is_excluded` tells the turns that their author forbids to learn from those that are no answer: where whole chats
+    are learnt, the former still are not.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     is_learnt: list[bool] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     prompt: str = ""
     completion: str = ""
+    is_excluded: list[bool] = field(default_factory=list)
 
 
 def row_of(record: dict[str, Any], index: int, columns: dict[str, str]) -> tuple[dict[str, Any], str, str]:
     """(row, where it stands, problem) of one record, with the user's column names changed to ours."""
-    if ROW in record:
+    if record.get(ROW) is not None:
         row, where, problem = json.loads(record[ROW] or "{}"), record[WHERE], record[PROBLEM]
-    else:  # Arrow fills objects with the fields of all other rows
-        row, where, problem = without_nulls(record), f"row {index + 1}", ""
+    else:
+        row, where, problem = without_filled_in(record), f"row {index + 1}", ""
+    if isinstance(row, dict):  # pandas writes a missing value as NaN
+        row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
     return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}, where, problem
 
 
@@ -53,21 +54,46 @@ def as_columns(records: list[dict[str, Any]]) -> dict[str, list]:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def find_format(row: dict[str, Any], mapped: Iterable[str] = ()) -> str:
-    """Return which of FORMATS a row is; one that the user's --dataset_columns make comes first.
+def find_format(row: dict[str, Any], mapped: dict[str, str] | None = None) -> str:
+    """Return which of FORMATS a row is: the one of the --dataset_columns that it has, else the first of its columns.
 
     Raises:
-        ValueError: none, with what is needed.
+        ValueError: none; or a column of it that is missing or null, which is never a reason to read another format.
     """
-    columns = {name for name, value in row.items() if value is not None}
-    for name, needed in sorted(FORMATS.items(), key=lambda item: not set(item[1]) <= set(mapped)):
-        if set(needed) <= columns:
-            return name
+    mapped = mapped or {}
+    for name, needed in FORMATS.items():
+        if any(mapped.get(ours) in row for ours in needed if ours in mapped):
+            missing = [mapped.get(ours, ours) for ours in needed if mapped.get(ours, ours) not in row]
+            if missing:
+                raise ValueError(
+                    f"--dataset_columns ask for {name}, but there is no column {missing[0]!r} {beside(row)}"
+                )
+            return check_filled(row, name, mapped)
+    for name, needed in FORMATS.items():
+        if all(ours in row for ours in needed):
+            return check_filled(row, name, mapped)
     allowed = "; ".join(" + ".join(needed) for needed in FORMATS.values())
     raise ValueError(
-        f"the columns with values are {sorted(columns)}; needed: {allowed}. Name the columns of a pair yourself, for "
-        "example --dataset_columns prompt=question,completion=answer"
+        f"the columns with values are {sorted(name for name, value in row.items() if value is not None)}; needed: "
+        f"{allowed}. Name the columns of a pair yourself, for example "
+        "--dataset_columns prompt=question,completion=answer"
     )
+
+
+def check_filled(row: dict[str, Any], row_format: str, mapped: dict[str, str]) -> str:
+    """Return the format. Raises ValueError if a column that it needs is null."""
+    empty = [mapped.get(ours, ours) for ours in FORMATS[row_format] if row[ours] is None]
+    if empty:
+        raise ValueError(
+            f"the column {empty[0]!r} is null: this row of {row_format} cannot be read {beside(row)}. Fill the column "
+            "or drop it, or choose another format by --dataset_columns, as in text=text"
+        )
+    return row_format
+
+
+def beside(row: dict[str, Any]) -> str:
+    """The columns of a row, for an error message."""
+    return f"(its columns: {', '.join(sorted(row))})"
 
 
 def read_example(row: dict[str, Any], row_format: str, has_chat_template: bool) -> Example:
@@ -78,16 +104,18 @@ def read_example(row: dict[str, Any], row_format: str, has_chat_template: bool) 
     """
     if row_format in ("messages", "conversations"):
         turns = row[row_format]
-        if row.get("system") and isinstance(turns, list) and not any(role_of(turn) == "system" for turn in turns):
-            turns = [{"role": "system", "content": row["system"]}, *turns]
-        return read_chat(turns, read_tools(row), row_format)
-    if row_format == "prompt/completion" and isinstance(row["prompt"], list):
-        prompt, completion = read_chat(row["prompt"], None, "prompt", False), as_turns(row["completion"])
-        answer = read_chat(completion, read_tools(row), "completion")
-        is_learnt = [False] * len(prompt.messages) + answer.is_learnt
-        return Example(prompt.messages + answer.messages, is_learnt, answer.tools)
-    given = [name for name in (*FORMATS[row_format], "input", "system") if row.get(name) is not None]
-    wrong = [f"{name} is {type(row[name]).__name__}" for name in given if not isinstance(row[name], str)]
+        if isinstance(turns, str) and turns.lstrip().startswith("["):
+            turns = as_json(turns, row_format)
+        flags = flags_of_turns(row, len(turns) if isinstance(turns, list) else None)
+        return read_chat(after_system(row, turns), read_tools(row), row_format, flags=flags)
+    flags_of_turns(row, None)
+    if row_format == "prompt/completion":
+        check_unused(row, ("input",))
+        if isinstance(row["prompt"], list):
+            return read_chat_pair(row)
+        check_unused(row, ("system",))
+    given = [name for name in (*FORMATS[row_format], *OPTIONAL.get(row_format, ())) if row.get(name) is not None]
+    wrong = [f"{name} is {kind_of(row[name])}" for name in given if not isinstance(row[name], str)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}; expected text")
     last = FORMATS[row_format][-1]
@@ -98,6 +126,27 @@ def read_example(row: dict[str, Any], row_format: str, has_chat_template: bool) 
     if row_format == "prompt/completion":
         return Example(prompt=row["prompt"], completion=row["completion"])
     return read_instruction(row, has_chat_template)
+
+
+def check_unused(row: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise ValueError for a column that belongs to the question and that a prompt has no place for."""
+    for name in names:
+        if row.get(name):
+            raise ValueError(
+                f"the column {name!r} beside prompt and completion would be left out: put it into the prompt, drop it, "
+                "or read the row as an instruction (--dataset_columns instruction=prompt,output=completion)"
+            )
+
+
+def read_chat_pair(row: dict[str, Any]) -> Example:
+    """A prompt of messages, whose answers are given and not learnt, and its completion."""
+    prompt = read_chat(after_system(row, row["prompt"]), None, "prompt", needs_answer=False)
+    completion = row["completion"]  # messages too, or the text of one answer
+    completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    answer = read_chat(completion, read_tools(row), "completion")
+    is_learnt = [False] * len(prompt.messages) + answer.is_learnt
+    is_excluded = prompt.is_excluded + answer.is_excluded
+    return Example(prompt.messages + answer.messages, is_learnt, answer.tools, is_excluded=is_excluded)
 
 
 def read_instruction(row: dict[str, Any], has_chat_template: bool) -> Example:
@@ -111,127 +160,61 @@ def read_instruction(row: dict[str, Any], has_chat_template: bool) -> Example:
         if row.get("system") or history:
             raise ValueError("system and history need a tokenizer with a chat template")
         return Example(prompt=f"{question}\n\n", completion=row["output"])
-    turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    turns = []
     for asked, answered in history:
         turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     turns += [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
-    return read_chat(turns, read_tools(row), "instruction")
+    return read_chat(after_system(row, turns), read_tools(row), "instruction")
 
 
-def as_turns(completion: Any) -> list[dict[str, Any]]:
-    """A completion beside a prompt of messages: messages too, or the text of one answer."""
-    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+def after_system(row: dict[str, Any], turns: Any) -> Any:
+    """The turns behind the text of the column `system`, unless one of them is a system turn."""
+    if not row.get("system") or not isinstance(turns, list) or any(role_of(turn) == "system" for turn in turns):
+        return turns
+    if not isinstance(row["system"], str):
+        raise ValueError(f"system is {kind_of(row['system'])}; expected text")
+    return [{"role": "system", "content": row["system"]}, *turns]
 
 
-def read_chat(turns: Any, tools: list[dict[str, Any]] | None, column: str, needs_answer: bool = True) -> Example:
-    """Return the turns with the roles that templates know. Raises ValueError, naming the turn."""
+def read_chat(
+    turns: Any,
+    tools: list[dict[str, Any]] | None,
+    column: str,
+    needs_answer: bool = True,
+    flags: list[bool] | None = None,
+) -> Example:
+    """Return the turns with the roles that templates know; `flags` say which of the last turns may be learnt.
+
+    Raises:
+        ValueError: a turn that cannot be read, naming it, or none that is learnt.
+    """
     if not isinstance(turns, list):
-        raise ValueError(f"{column} is {type(turns).__name__}; expected a list of turns")
+        raise ValueError(f"{column} is {kind_of(turns)}; expected a list of turns")
     if not turns:
         raise ValueError(f"{column} is empty")
-    messages, is_learnt = [], []
-    for number, turn in enumerate(turns, start=1):
+    messages, is_learnt, is_excluded = [], [], []
+    allowed = [True] * (len(turns) - len(flags)) + flags if flags else [True] * len(turns)
+    for number, (turn, is_allowed) in enumerate(zip(turns, allowed), start=1):
         try:
-            message, weight = read_turn(turn)
+            message, may_be_learnt = read_turn(turn)
         except ValueError as error:
             raise ValueError(f"{column}, turn {number}: {error}") from error
         messages.append(message)
-        is_learnt.append(message["role"] == "assistant" and weight)
+        is_excluded.append(not (may_be_learnt and is_allowed))
+        is_learnt.append(message["role"] == "assistant" and not is_excluded[-1])
     if needs_answer and not any(is_learnt):
         roles = [message["role"] for message in messages]
         raise ValueError(f"no answer to learn: roles are {roles}, none is an assistant with weight")
-    return Example(messages, is_learnt, tools)
+    return Example(messages, is_learnt, tools, is_excluded=is_excluded)
 
 
-def role_of(turn: Any) -> str | None:
-    """The role that templates know, None for a foreign one."""
-    given = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    return next((known for known, names in ROLES.items() if given in names), None)
-
-
-def read_turn(turn: Any) -> tuple[dict[str, Any], bool]:
-    """Return (message, whether its author wants it learnt)."""
-    if not isinstance(turn, dict):
-        raise ValueError(f"found {type(turn).__name__}; expected an object")
-    given, role = turn.get("role", turn.get("from")), role_of(turn)
-    if role is None:
-        known = ", ".join(name for names in ROLES.values() for name in names)
-        raise ValueError(f"unknown role {str(given)[:40]!r}; known: {known}")
-    content = turn.get("content", turn.get("value"))
-    if content is None and role != "assistant":
-        raise ValueError(f"a {role} turn has no content")
-    message: dict[str, Any] = {"role": role, "content": join_parts(content)}
-    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else None)
-    if given in TOOL_CALLERS:
-        calls, message["content"] = as_json(message["content"], "a function call"), ""
-        calls = calls if isinstance(calls, list) else [calls]
-    if calls:
-        message["tool_calls"] = [read_tool_call(call) for call in calls]
-    kept = ("name", "tool_call_id", "reasoning_content")
-    message |= {name: turn[name] for name in kept if turn.get(name) is not None}
-    if role == "assistant" and not message["content"].strip() and not calls:
-        raise ValueError("an assistant turn is empty")
-    weights = [turn[name] for name in TURN_WEIGHTS if turn.get(name) is not None]
-    wrong = [weight for weight in weights if isinstance(weight, str) or weight not in (0, 1)]
-    if wrong:
-        raise ValueError(f"weight {wrong[0]!r}; allowed: 0, 1, true, false")
-    return message, all(weights)
-
-
-def join_parts(content: Any) -> str:
-    """The text of a turn: a string, nothing (beside tool calls), or parts of text. Raises ValueError for others."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"content is {type(content).__name__}; expected text or a list of text parts")
-    texts = []
-    for part in content:
-        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise ValueError(f"content holds a part of type {kind}; only text parts can be learnt here")
-        text = part if isinstance(part, str) else part.get("text")
-        if not isinstance(text, str):
-            raise ValueError(f"content holds a text part whose text is {type(text).__name__}")
-        texts.append(text)
-    return "".join(texts)
-
-
-def read_tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as templates expect it: {"type": "function", "function": {"name", "arguments" as an object}}."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "name" not in function:
-        raise ValueError(f"a tool call needs a name, found {str(call)[:80]}")
-    arguments = function.get("arguments", function.get("parameters", {}))
-    arguments = as_json(arguments, "tool call arguments") if isinstance(arguments, str) else arguments
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of the call {function['name']!r} are {type(arguments).__name__}, no object")
-    kept = {"id": call["id"]} if "id" in call else {}
-    return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The functions a chat may call: a list, or a JSON string of one; plain ones get the envelope templates expect."""
-    tools = row.get("tools") or row.get("functions") or None
-    tools = as_json(tools, "tools") if isinstance(tools, str) else tools
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"tools is {type(tools).__name__}; expected a list of objects")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-
-
-def as_json(text: str, what: str) -> Any:
-    """Parse JSON inside a row. Raises ValueError naming what it should have been."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what} is not JSON ({error}): {text[:80]!r}") from error
+def without_filled_in(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without the null fields that its objects have because other rows' have them; null columns stay."""
+    return {name: without_nulls(value) for name, value in row.items() if name not in (ROW, WHERE, PROBLEM)}
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop null fields at any depth: Arrow fills a row's objects with the fields of all other rows."""
+    """Drop null fields at any depth."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -6,8 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data import FORMATS, as_columns, prompts_and_answers, tokenize_rows, tokenize_window
-from data_sources import load_rows, open_stream
+from data import FORMATS, as_columns, prompts_and_answers, row_of, tokenize_rows, tokenize_window
+from data_sources import load_rows, open_stream, source_notes
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -46,6 +46,9 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
     else:
         weights, percentage = arguments.dataset_weights, arguments.validation_split_percentage
         train_set, test_set = load_rows(names, *splits, weights, percentage, arguments.seed)
+    missing = missing_columns(train_set, columns)
+    if missing and not arguments.streaming:
+        raise ValueError(f"--dataset_columns {arguments.dataset_columns}: no row has the column {missing}")
     options = {
         "max_length": arguments.max_length,
         "assistant_only_loss": arguments.assistant_only_loss,
@@ -80,13 +83,27 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
             ),
             arguments.max_length if arguments.packing else 0,
         )
-    return Data(train, test, [train_line, test_line], *questions, stream)
+    lines = [train_line, test_line, *source_notes(names, *splits)]
+    if missing:
+        lines.append(f"note: none of the first {len(train_set):,} rows has the column {missing} of --dataset_columns")
+    return Data(train, test, lines, *questions, stream)
+
+
+def missing_columns(rows: Dataset, columns: dict[str, str]) -> str:
+    """Names of the mapped columns that none of the rows has; empty if all are there, which the first rows tell."""
+    missing = set(columns.values())
+    for index, record in enumerate(rows):
+        if not missing:
+            break
+        missing -= row_of(record, index, {})[0].keys()
+    return ", ".join(sorted(map(repr, missing)))
 
 
 def read_columns(given: str | None) -> dict[str, str]:
     """`prompt=question,completion=answer` as {"prompt": "question", "completion": "answer"}."""
     pairs = [[part.strip() for part in pair.split("=")] for pair in given.split(",")] if given else []
-    known = sorted({name for needed in FORMATS.values() for name in needed} | {"input", "system", "history", "tools"})
+    optional = {"input", "system", "history", "tools", "loss_mask", "masked"}
+    known = sorted({name for needed in FORMATS.values() for name in needed} | optional)
     if any(len(pair) != 2 or not all(pair) or pair[0] not in known for pair in pairs):
         raise ValueError(
             f"--dataset_columns {given}: expected OURS=THEIRS,..., as in prompt=question,completion=answer, with ours "

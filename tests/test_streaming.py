@@ -5,10 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import streaming
 from data import as_columns
+from data_formats import row_of
 from data_sources import open_stream
+from datasets import Dataset
 from streaming import Stream, stream_steps
 from test_data import write
 
@@ -101,3 +104,27 @@ def test_files_and_folders_are_streamed_split_by_split(tmp_path: Path) -> None:
 
 def test_column_that_only_later_records_have_is_kept() -> None:
     assert as_columns([{"a": 1}, {"a": 2, "b": 3}]) == {"a": [1, 2], "b": [None, 3]}
+
+
+def test_window_of_mixed_sources_keeps_every_row(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": "p"}]).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list([{"text": "s"}]).save_to_disk(tmp_path / "saved")
+    names = [str(write(tmp_path, "a.jsonl", '{"text": "j"}\n')), str(tmp_path / "a.parquet"), str(tmp_path / "saved")]
+    columns = as_columns(list(open_stream(names, "train", "train")))
+    records = [{name: values[i] for name, values in columns.items()} for i in range(3)]
+    assert [row_of(record, 0, {})[0] for record in records] == [{"text": "j"}, {"text": "p"}, {"text": "s"}]
+
+
+def test_record_whose_row_column_another_record_filled_in_is_read_by_its_own_columns() -> None:
+    columns = as_columns([{"_row": '{"text": "a"}', "_where": "f, line 1", "_problem": ""}, {"text": "b"}])
+    records = [{name: values[i] for name, values in columns.items()} for i in range(2)]
+    assert [row_of(record, 1, {})[:2] for record in records] == [({"text": "a"}, "f, line 1"), ({"text": "b"}, "row 2")]
+
+
+def test_parquet_is_streamed_without_a_copy_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    Dataset.from_list([{"text": str(i)} for i in range(2500)]).to_parquet(tmp_path / "a.parquet")
+    before = sorted(tmp_path.rglob("*"))
+    rows = list(open_stream([str(tmp_path / "a.parquet")], "train", "train"))
+    assert [json.loads(row["_row"])["text"] for row in rows] == [str(i) for i in range(2500)]
+    assert rows[-1]["_where"] == f"{tmp_path / 'a.parquet'}, row 2500" and sorted(tmp_path.rglob("*")) == before
