@@ -5,6 +5,7 @@ gradients in the order in which ranks and micro-batches are reduced, clips and s
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Run:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # before clipping
+    evaluations: list[float] = field(default_factory=list)  # mean loss per label token of the held-out rows
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # after clipping
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of each module, in the first forward
@@ -43,6 +45,7 @@ class Arithmetic:
     adam_epsilon: float = 1e-6  # with 1e-8, elements whose gradient is rounding noise would step by its sign
     weight_decay: float = 0.1
     max_grad_norm: float = 0.05  # below the norm of every tiny model: clipping acts
+    defers_reduction: bool = False  # a rank adds its micro-batches before they are reduced
 
 
 def reference_run(
@@ -51,10 +54,13 @@ def reference_run(
     arithmetic: Arithmetic,
     auxiliary_weight: float = 0.0,
     rank: int = 0,
+    held_out: list[Batch] | None = None,
+    eval_steps: int = 0,
 ) -> Run:
     """Train a plain model; `steps` holds, per optimizer step, the micro-batches of each rank.
 
-    `rank` is the one whose first forward is recorded module by module.
+    `rank` is the one whose first forward is recorded module by module. The held-out rows of all ranks are evaluated
+    every `eval_steps` and at the end.
     """
     run = Run()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -67,12 +73,12 @@ def reference_run(
     kept = arithmetic.fp32_norms | arithmetic.fp32_modules
     dtypes = {name: torch.float32 if is_inside(name, kept) else arithmetic.reduce_dtype for name in trained}
     random_states = [rank_state(r) for r in range(len(steps[0]))]
-    for per_rank in steps:
+    for step, per_rank in enumerate(steps, 1):
         count = sum((batch["labels"][:, 1:] != -100).sum() for micro_batches in per_rank for batch in micro_batches)
-        summed: dict[str, torch.Tensor | None] = dict.fromkeys(trained)
-        loss_sum = torch.zeros(())
+        summed: list[torch.Tensor | None] = [None] * len(trained)
+        own: list[list[torch.Tensor | None]] = [[None] * len(trained) for _ in per_rank]  # not reduced yet
+        loss_sum, last = torch.zeros(()), len(per_rank[0]) - 1
         for i in range(len(per_rank[0])):
-            reduced = None
             for r, micro_batches in enumerate(per_rank):
                 torch.set_rng_state(random_states[r])
                 records = not run.outputs and r == rank
@@ -82,21 +88,35 @@ def reference_run(
                 random_states[r] = torch.get_rng_state()
                 loss_sum += token_loss
                 gradients = [None if g is None else g.to(dtypes[name]) for name, g in zip(trained, gradients)]
-                reduced = gradients if reduced is None else [add(a, b) for a, b in zip(reduced, gradients)]
-            for name, gradient in zip(trained, reduced):
-                mean = None if gradient is None else (gradient / len(per_rank)).float()
-                summed[name] = add(summed[name], mean)
-        for name, parameter in trained.items():
+                own[r] = [add(a, b) for a, b in zip(own[r], gradients)]
+            if i < last and arithmetic.defers_reduction:
+                continue
+            reduced = functools.reduce(lambda left, right: [add(a, b) for a, b in zip(left, right)], own)
+            means = [None if g is None else (g / len(per_rank)).float() for g in reduced]
+            summed = [add(a, b) for a, b in zip(summed, means)]
+            own = [[None] * len(trained) for _ in per_rank]
+        for parameter, gradient in zip(trained.values(), summed):
             # None for a tensor that the forward does not use: it must not decay either. Contiguous, because torch's
             # fused CPU kernel reads a transposed gradient in the wrong order.
-            parameter.grad = None if summed[name] is None else summed[name].contiguous()
+            parameter.grad = None if gradient is None else gradient.contiguous()
         run.norms.append(nn.utils.clip_grad_norm_(trained.values(), arithmetic.max_grad_norm).item())
         run.losses.append((loss_sum / count).item())
         run.gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()})
         optimizer.step()
         schedule.step()
+        if held_out and (step == len(steps) or (eval_steps and step % eval_steps == 0)):
+            run.evaluations.append(reference_evaluation(model, held_out, arithmetic))
     run.weights = {name: p.detach().clone() for name, p in trained.items()}
     return run
+
+
+@torch.no_grad()
+def reference_evaluation(model: nn.Module, batches: list[Batch], arithmetic: Arithmetic) -> float:
+    """Mean loss per label token over these rows, without dropout."""
+    model.eval()
+    loss_sum = sum(reference_loss(model, batch, arithmetic, 0.0)[1] for batch in batches)
+    model.train()
+    return (loss_sum / sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)).item()
 
 
 def rank_state(rank: int) -> torch.Tensor:
@@ -203,9 +223,15 @@ def weight_errors(found: Run, expected: Run) -> dict[str, float]:
         (found.weights[name] - local(value)).abs().max().float() if local(value).numel() else torch.zeros(())
         for name, value in expected.weights.items()
     ]
-    largest = torch.stack(differences)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return dict(zip(expected.weights, largest.tolist()))
+    return dict(zip(expected.weights, largest_over_ranks(torch.stack(differences))))
+
+
+def largest_over_ranks(errors: torch.Tensor) -> list[float]:
+    """Each error's largest value over all ranks; one that is not a number counts as infinite, because gloo's maximum
+    would drop it. Every rank must call it."""
+    errors = torch.nan_to_num(errors, nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    return errors.tolist()
 
 
 def relative_error(found: float, expected: float) -> float:
@@ -219,6 +245,6 @@ def first_different_module(found: Run, expected: Run, tolerance: float) -> str |
         other = found.outputs.get(name)
         if other is None or other.shape != value.shape or not value.is_floating_point():
             continue
-        if (other.double() - value.double()).norm() > tolerance * max(value.double().norm().item(), 1e-30):
+        if not (other.double() - value.double()).norm() <= tolerance * max(value.double().norm().item(), 1e-30):
             return name
     return None

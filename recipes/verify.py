@@ -31,6 +31,7 @@ from exact_checks import (
     BALANCING_CASE,
     CASES,
     DEFERRED_TOLERANCE,
+    EVAL_STEPS,
     LORA_CASES,
     REDUCED_BF16_TOLERANCE,
     STEPS,
@@ -42,6 +43,7 @@ from exact_checks import (
     batches_of,
     compare,
     gradient_check,
+    held_out_of,
     same_bits_check,
     table,
 )
@@ -201,7 +203,8 @@ def verify(
 def reference_key(case: Case, config: HookConfig) -> tuple:
     """What an unsharded run depends on: neither wrapping nor recompute."""
     dtypes = (config.hook_param_dtype, config.hook_reduce_dtype, config.hook_norm_dtype, config.hook_buffer_dtype)
-    return case.dropout, case.accumulation, case.use_peft, case.balances, dtypes
+    defers = case.accumulation > 1 and not config.hook_reduce_every_micro_batch
+    return case.dropout, case.accumulation, case.use_peft, case.balances, dtypes, defers
 
 
 def config_of(case: Case, config: HookConfig, model_config: PreTrainedConfig) -> HookConfig:
@@ -246,9 +249,9 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     steps = iter(
         [(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches_of(rank, case.accumulation)]
     )
-    # One evaluation in the middle, which must change nothing.
-    names = {"max_grad_norm": arithmetic.max_grad_norm, "logging_steps": 1, "eval_steps": 2, "save_steps": 0}
-    held_out, log = batches_of(rank, 1)[0], RecordingLog()
+    # One evaluation in the middle, which must change nothing, and one at the end.
+    names = {"max_grad_norm": arithmetic.max_grad_norm, "logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0}
+    held_out, log = held_out_of(rank), RecordingLog()
     options = types.SimpleNamespace(**names)
     torch.manual_seed(SEED + rank)
     with recorded_outputs(model, run.outputs):
@@ -258,6 +261,7 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     trained = [values for values in log.written if "loss" in values]
     run.losses = [values["loss"] for values in trained]
     run.norms = [values["grad_norm"] for values in trained]
+    run.evaluations = [values["eval_loss"] for values in log.written if "eval_loss" in values]
     run.weights = {n: local(p) for n, p in model.named_parameters() if p.requires_grad}
     accelerator.free_memory()
     return run
@@ -271,7 +275,8 @@ def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator,
     kept = kept_in_fp32(model)[0] if config.hook_param_dtype != "fp32" else []
     dtypes = {"param_dtype": DTYPES[config.hook_param_dtype], "reduce_dtype": DTYPES[config.hook_reduce_dtype]}
     modules = {"fp32_norms": frozenset(norms), "fp32_modules": frozenset(kept) - frozenset(norms)}
-    arithmetic = dataclasses.replace(case.arithmetic, **dtypes, **modules)
+    defers = not config.hook_reduce_every_micro_batch
+    arithmetic = dataclasses.replace(case.arithmetic, **dtypes, **modules, defers_reduction=defers)
     stays = arithmetic.fp32_norms | arithmetic.fp32_modules
     for name, parameter in model.named_parameters():  # a frozen base is stored in the dtype it computes in
         if parameter.requires_grad:
@@ -279,7 +284,9 @@ def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator,
         elif not is_inside(name, stays):
             parameter.data = parameter.data.to(arithmetic.param_dtype)
     cast_buffers(model, config)
-    return reference_run(model, steps, arithmetic, auxiliary_weight(model), accelerator.process_index)
+    held_out = [batch for rank in range(accelerator.num_processes) for batch in held_out_of(rank)]
+    weight, rank = auxiliary_weight(model), accelerator.process_index
+    return reference_run(model, steps, arithmetic, weight, rank, held_out, EVAL_STEPS)
 
 
 def unit_check(model: nn.Module, config: HookConfig) -> Iterator[Check]:

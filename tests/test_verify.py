@@ -101,6 +101,29 @@ def test_missing_fp32_masters_are_caught(results):
     assert set(failed(results["faults"]["no fp32 masters"])) == set(DTYPES)
 
 
+def test_weights_that_are_not_a_number_on_one_rank_are_caught_and_named(results):
+    check = failed(results["faults"]["NaN on one rank"])["fp32"]
+    assert "1 weights differ, such as model.norm.weight" in check["detail"]
+    assert check["errors"]["later"] < 1e-5 and check["errors"]["weights"] == float("inf")
+
+
+def test_wrong_loss_on_one_rank_fails_on_all(results):
+    """The results are those of the rank that is right."""
+    check = failed(results["faults"]["wrong loss on one rank"])["fp32"]
+    assert 0.9 < check["errors"]["loss"] < 1.1
+    assert "step 2 differs: loss by 1e+00" in check["detail"]
+
+
+def test_eval_loss_that_is_not_reduced_is_caught(results):
+    check = failed(results["faults"]["evaluation not reduced"])["fp32"]
+    assert "eval_loss differs" in check["detail"] and "gradient of" not in check["detail"]
+
+
+def test_window_that_is_summed_in_bf16_is_held_against_such_a_sum(results):
+    check = results["faults"]["deferred in bf16"]["dtypes, accumulation 3"]
+    assert check["is_passed"] and check["errors"]["gradient"] <= 1e-6
+
+
 def test_what_does_not_act_is_said_to_be_unproved(results):
     checks = results["dozen"]["mamba2"]  # its config has no dropout
     assert "not proved" in checks["dropout, recompute acts"]["detail"]
@@ -111,6 +134,13 @@ def verify(folder, *arguments):
     """The command's exit status and what it printed; it forks its own ranks."""
     done = Run(arguments, folder / "log", world_size=0, config=None, script="verify").wait(120)
     return done.codes[0], done.output
+
+
+def test_bf16_sums_over_three_ranks_are_judged_by_the_first_step(tmp_path):
+    arguments = ("--model_name_or_path", SAMPLE, "--accelerate_config", CONFIGS / "mem_limit.yaml")
+    code, output = verify(tmp_path, *arguments, "--num_processes", 3)
+    assert code == 0, output[-3000:]
+    assert output.count("later steps and weights are not proved") == 2
 
 
 def test_command_proves_lora_too_and_json_is_one_object(tmp_path):

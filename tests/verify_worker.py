@@ -9,6 +9,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -101,6 +102,30 @@ def norm_without_clipping(accelerator: object, model: nn.Module, max_norm: float
     return utils.clip_grad_norm(accelerator, model, 1e9)
 
 
+def nan_on_one_rank(model: nn.Module) -> None:
+    """After the last step one rank's norm weights are not a number."""
+    hook_wrap.reshard_all(model)
+    calls[0] += 1
+    if calls[0] % 2 == 0 and torch.distributed.get_rank() == 1:  # the second evaluation of a run is at its end
+        model.get_parameter("model.norm.weight").to_local().data.fill_(torch.nan)
+
+
+class WrongLogOfOneRank(command.RecordingLog):
+    """A log that one rank writes wrong."""
+
+    def write(self, step: int, values: dict) -> None:
+        """Keep twice the loss."""
+        factor = 2 if torch.distributed.get_rank() == 1 else 1
+        super().write(step, {k: v * factor if k == "loss" else v for k, v in values.items()})
+
+
+def evaluation_of_own_rows(accelerator: object, model: nn.Module, batches: list) -> float:
+    """An eval_loss that is not summed over ranks."""
+    alone = SimpleNamespace(device=accelerator.device, reduce=lambda totals: totals)
+    return evaluate(alone, model, batches)
+
+
+evaluate = finetune.evaluate
 calls = [0]
 FAULTS = {
     "none": nullcontext(),
@@ -116,6 +141,11 @@ FAULTS = {
     "loss in bf16": mock.patch.object(losses, "token_loss_sum", loss_in_bf16),
     "optimizer on unsharded tensors": mock.patch.object(command, "make_optimizer", optimizer_of_copies),
     "leaking pack": mock.patch.object(LlamaForCausalLM, "forward", leaking_forward),
+}
+FAULTS_OF_ONE_CASE = {  # found by the plain case as well as by any
+    "NaN on one rank": mock.patch.object(finetune, "reshard_all", nan_on_one_rank),
+    "wrong loss on one rank": mock.patch.object(command, "RecordingLog", WrongLogOfOneRank),
+    "evaluation not reduced": mock.patch.object(finetune, "evaluate", evaluation_of_own_rows),
 }
 
 
@@ -138,6 +168,11 @@ def work(out: str) -> None:
     for fault, patch in FAULTS.items():
         with patch:
             results["faults"][fault] = checks("llama", "default", unsharded)
+    for fault, patch in FAULTS_OF_ONE_CASE.items():
+        calls[0] = 0
+        with patch, mock.patch.object(command, "CASES", command.CASES[:1]):
+            results["faults"][fault] = checks("llama", "default", unsharded)
+    results["faults"]["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
     cast_inputs = mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs)
     with cast_inputs:
         results["faults"]["inputs cast"] = checks("beam", "default")
@@ -146,6 +181,14 @@ def work(out: str) -> None:
     if accelerator.is_main_process:
         Path(out).write_text(json.dumps(results))
     end(accelerator)
+
+
+def deferred_in_bf16(config: HookConfig, accelerator: object) -> dict:
+    """The checks of a window that is summed and reduced in bf16 at its end."""
+    config = dataclasses.replace(config, hook_reduce_dtype="bf16", hook_reduce_every_micro_batch=False)
+    cases = [case for case in command.CASES if case.is_policy]
+    with mock.patch.object(command, "CASES", cases):
+        return {c.name: vars(c) for c in command.verify(CONFIG_MAPPING["llama"](), config, accelerator)}
 
 
 if __name__ == "__main__":
