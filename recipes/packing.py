@@ -14,6 +14,7 @@ import torch
 from losses import IGNORE_INDEX
 
 MEGA_BATCH_GROUPS = 50  # groups sorted together, as in transformers: more is less padding and less random
+ROWS_TOGETHER, LENGTH_NOISE = 8, 0.5  # rows sorted by length within a group, and by how much of it they change places
 GOOD_ENOUGH = 1.01  # times the lower bound: at most one row in a hundred is left for a search to save
 SEARCH_LENGTH = 2048  # the search counts a row in at most so many units; its cost grows with their square
 
@@ -230,13 +231,17 @@ def length_grouped_order(lengths: Sequence[int], rows_per_group: int, seed: int,
 
     For rows that are not packed: less padding. A group is what one optimizer step takes over all ranks; the order does
     not depend on how many ranks share it. Random rows are sorted by length, MEGA_BATCH_GROUPS groups at a time. The
-    group with the longest row comes first, so that running out of memory does too; the others come in random order
-    (transformers leaves them sorted, so that over the steps the length of rows is a sawtooth).
+    group with the longest row comes first, so that running out of memory does too; the others, and inside each group
+    parts of ROWS_TOGETHER rows, come in random order (transformers leaves both sorted: a sawtooth of lengths).
 
     Source: get_length_grouped_indices in transformers' trainer_pt_utils.py, which --group_by_length uses.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+
+    def shuffled(items: list) -> list:
+        return [items[place] for place in torch.randperm(len(items), generator=generator).tolist()]
+
+    order = shuffled(list(range(len(lengths))))
     longest = max(range(len(order)), key=lambda place: lengths[order[place]])
     order[0], order[longest] = order[longest], order[0]
     # Few rows are cut into four mega-batches or more, as in transformers: one would be the same groups every epoch.
@@ -245,7 +250,11 @@ def length_grouped_order(lengths: Sequence[int], rows_per_group: int, seed: int,
     for first in range(0, len(order), groups_at_once * rows_per_group):
         rows = sorted(order[first : first + groups_at_once * rows_per_group], key=lambda row: -lengths[row])
         groups += [rows[start : start + rows_per_group] for start in range(0, len(rows), rows_per_group)]
+    for place, rows in enumerate(groups):
+        noise = (1 + LENGTH_NOISE * torch.rand(len(rows), generator=generator)).tolist()
+        rows = [row for _, row in sorted((lengths[row] * factor, row) for row, factor in zip(rows, noise))]
+        parts = shuffled([rows[start : start + ROWS_TOGETHER] for start in range(0, len(rows), ROWS_TOGETHER)])
+        groups[place] = [row for part in parts for row in shuffled(part)]
     num_full = len(lengths) // rows_per_group
     full, shorter = groups[:num_full], groups[num_full:]  # a shorter group in the middle would shift those after it
-    places = torch.randperm(max(0, num_full - 1), generator=generator).tolist()
-    return [row for group in [*full[:1], *(full[1 + place] for place in places), *shorter] for row in group]
+    return [row for group in [*full[:1], *shuffled(full[1:]), *shorter] for row in group]

@@ -307,3 +307,33 @@ def test_length_grouped_order_saves_padding_and_mixes_the_groups() -> None:
     longest = lengths[order[:4000]].reshape(-1, 8).max(1)
     for other in (np.arange(499), longest[:-1]):  # with time, and from group to group: sorted mega-batches show 0.9
         assert abs(np.corrcoef(longest[1:], other)[0, 1]) < 4 / math.sqrt(499)
+
+
+@pytest.mark.parametrize("num_rows", [20, 64, 200, 3600])
+def test_length_grouped_order_differs_by_epoch_and_follows_no_length_inside_a_group(num_rows: int) -> None:
+    """Where the longest row of a group stands: uniform over its eight parts, within 4 standard errors of 40 epochs."""
+    lengths = lengths_of("chats", num_rows, 2048)
+    orders = [length_grouped_order(lengths.tolist(), 64, seed=0, epoch=epoch) for epoch in range(40)]
+    assert len({tuple(order) for order in orders}) == len({tuple(order[:20]) for order in orders}) == 40
+    pieces = {frozenset(order[start : start + 8]) for order in orders for start in range(0, 16, 8)}
+    assert len(pieces) > 16, "the same rows meet in every epoch"
+    if num_rows < 64:
+        return
+    ranks = lengths + np.random.default_rng(1).random(num_rows) / 2  # many rows are cut to the same length
+    middle = num_rows // 128 * 64
+    firsts = [[ranks[order[start : start + 64]].argmax() // 8 for order in orders] for start in (0, middle)]
+    for first in firsts:
+        assert abs(np.mean(first) - 3.5) < 4 * math.sqrt(63 / 12 / 40)
+
+
+def test_length_grouped_order_pads_small_micro_batches_less_than_random_order() -> None:
+    for num_rows, share in ((200, 0.5), (3600, 0.2)):
+        lengths = lengths_of("chats", num_rows, 2048)
+        order = length_grouped_order(lengths.tolist(), 64, seed=0, epoch=0)
+        for micro in (2, 4, 8):
+            padded = [
+                sum(micro * lengths[chosen[i : i + micro]].max() for i in range(0, num_rows // 64 * 64, micro))
+                for chosen in (np.array(order), np.random.default_rng(0).permutation(num_rows))
+            ]
+            excess = [total - lengths[order].sum() for total in padded]
+            assert excess[0] < share * excess[1], (num_rows, micro, padded)
