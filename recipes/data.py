@@ -22,9 +22,10 @@ from label_mask import IGNORE_INDEX, encode_all, fit, render_prompt
 from transformers import PreTrainedTokenizerBase
 
 MAX_LOST = 0.1  # share of rows that may lose their whole answer to max_length without --allow_lost_rows
+NO_END = "the model will not learn to stop; check the chat template and the tokenizer's eos_token"
 SHOWN, LISTED = 5, 100  # bad rows that an error shows, and that --skip_bad_rows lists
 BATCH = 500
-VERSION = 2  # raise when the same row would be tokenised in another way: cached results are then made again
+VERSION = 3  # raise when the same row would be tokenised in another way: cached results are then made again
 
 
 def tokenize_rows(
@@ -101,7 +102,8 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """All of a tokenizer that decides about ids and masks."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state |= {"truncation": None, "padding": None}  # these change with use
-    return json.dumps([state, tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token])
+    roles = tokenizer.special_tokens_map, tokenizer.all_special_tokens
+    return json.dumps([state, tokenizer.chat_template, *roles], default=str)
 
 
 def judge(
@@ -136,11 +138,16 @@ def judge(
     line += "".join(f"; {counts[state]:,} {word}" for state, word in words.items() if counts[state])
     line += f"; {len(problems):,} bad row(s) left out:\n- {shown}" if problems else ""
     advice = "long prompts with short answers want --truncation_mode keep_end; else raise --max_length"
-    if counts["lost"]:
-        line += f"\nnote: {counts['lost']:,} of {num_rows:,} rows lost their whole answer to --max_length: {advice}"
+    lost = counts["lost"] + counts["dropped"]
+    if lost:
+        line += f"\nnote: {lost:,} of {num_rows:,} rows lost their whole answer to --max_length: {advice}"
+    if counts["endless"]:
+        line += f"\nnote: {counts['endless']:,} rows hold an answer without an end-of-turn token: {NO_END}"
+    if len(problems) > MAX_LOST * num_rows:
+        line += f"\nnote: {len(problems):,} of {num_rows:,} rows are bad and left out: is their format the one meant?"
     if not len(kept):
         raise ValueError(f"{line}.\nNo row is left to learn from: check the data; {advice}.")
-    if counts["lost"] > MAX_LOST * num_rows and not allow_lost:
+    if lost > MAX_LOST * num_rows and not allow_lost:
         raise ValueError(f"{line}.\nMore than {MAX_LOST:.0%} of the rows would not be learnt (--allow_lost_rows).")
     return kept, line
 
@@ -181,10 +188,8 @@ def tokenize_batch(
         if isinstance(result, Exception):
             add([], [], "bad", f"{where}: {result}")
             continue
-        ids, labels, is_apart = result
-        notes = (
-            f" {row_format.replace('/', '+')}" + " apart" * is_apart + " special" * holds_special(example, tokenizer)
-        )
+        ids, labels, notes = result
+        notes += f" {row_format.replace('/', '+')}"
         is_whole = row_format == "text" or not (assistant_only if example.messages else completion_only)
         for *part, state in fit(ids, labels, max_length, truncation_mode, is_whole, tokenizer.bos_token_id):
             add(*part, state + notes)
@@ -211,12 +216,6 @@ def read_record(
         last = max(i for i, is_learnt in enumerate(example.is_learnt) if is_learnt)
         example.is_learnt = [i == last for i in range(len(example.is_learnt))]
     return where, row_format, example
-
-
-def holds_special(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a control token stands in the text of a row: it becomes that token, and may end a turn in the middle."""
-    texts = [message["content"] for message in example.messages] or [example.prompt, example.completion]
-    return any(token in text for text in texts for token in tokenizer.all_special_tokens if len(token) > 3)
 
 
 def prompts_and_answers(

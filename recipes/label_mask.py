@@ -1,131 +1,25 @@
-"""Which tokens are learnt: the text of a row, the character spans of its answers, and the labels that follow from them.
+"""Which tokens are learnt: the tokens of a row, and the labels that follow from the spans of its answers."""
 
-Spans come from the chat template's own generation markers if it has them, else from rendering the chat turn by turn,
-which is checked: a template that writes earlier turns differently later on is an error, never a silently wrong mask.
-"""
-
+import copy
+import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
-from data_formats import Example
+from chat_text import Example, Spans, end_tokens, render, special_tokens, template_text
 from jinja2 import TemplateError
 from losses import IGNORE_INDEX
+from tokenizers.processors import PostProcessor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-Spans = list[tuple[int, int]]
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, and the characters where each begins and ends
 Part = tuple[list[int], list[int], str]  # input ids, labels, what happened to them
 
 
-def render(
-    example: Example,
-    tokenizer: PreTrainedTokenizerBase,
-    assistant_only_loss: bool = True,
-    completion_only_loss: bool = True,
-) -> tuple[str, Spans]:
-    """Return (text, character spans that are learnt).
-
-    Raises:
-        ValueError: no chat template, or one that drops tools or rewrites turns.
-    """
-    if not example.messages:
-        text = example.prompt + without_end(example.completion, tokenizer) + (tokenizer.eos_token or "")
-        return text, [(len(example.prompt) if completion_only_loss else 0, len(text))]
-    if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; use prompt/completion or text columns, or another model")
-    for message in example.messages:
-        message["content"] = without_end(message["content"], tokenizer)
-    text = tokenizer.apply_chat_template(example.messages, tools=example.tools, tokenize=False)
-    check_complete(text, example, tokenizer)
-    if not assistant_only_loss:
-        return text, [(0, len(text))]
-    return text, marked_spans(text, example, tokenizer) or turn_spans(text, example, tokenizer)
-
-
-def without_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text without an end token of its own: one is added, and two would be learnt."""
-    end = tokenizer.eos_token
-    return text.rstrip().removesuffix(end) if end and text.rstrip().endswith(end) else text
-
-
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text up to the last answer, with the template's generation prompt."""
-    return tokenizer.apply_chat_template(
-        example.messages[:-1], tools=example.tools, tokenize=False, add_generation_prompt=True
-    )
-
-
-def check_complete(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the template leaves out tools, tool calls or a turn: the model would learn to guess."""
-    if example.tools and tokenizer.apply_chat_template(example.messages, tokenize=False) == text:
-        raise ValueError(f"the chat template leaves out the tool {example.tools[0]['function'].get('name')!r}")
-    if any("tool_calls" in message for message in example.messages):
-        without = [{key: m[key] for key in m if key != "tool_calls"} for m in example.messages]
-        if tokenizer.apply_chat_template(without, tools=example.tools, tokenize=False) == text:
-            raise ValueError("the chat template leaves out tool calls; it does not know tools")
-    for number, (message, is_learnt) in enumerate(zip(example.messages, example.is_learnt), start=1):
-        if (is_learnt or message["role"] != "assistant") and message["content"].strip() not in text:
-            raise ValueError(f"the chat template leaves out or changes turn {number} ({message['role']})")
-
-
-def marked_spans(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """Spans of the template's {% generation %} blocks, each with the end token that follows it; none without blocks."""
-    if "generation %}" not in tokenizer.chat_template and "generation -%}" not in tokenizer.chat_template:
-        return []
-    rendered, found = render_jinja_template(
-        conversations=[example.messages],
-        tools=example.tools,
-        chat_template=tokenizer.chat_template,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    if rendered[0] != text:
-        raise ValueError("the chat template renders its generation markers as another text; cannot mask it")
-    ends = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
-    answers = [learnt for message, learnt in zip(example.messages, example.is_learnt) if message["role"] == "assistant"]
-    if len(found[0]) != len(answers):
-        raise ValueError(
-            f"the chat template marks {len(found[0])} answers, but the chat has {len(answers)}; cannot mask it"
-        )
-    spans = []
-    for (start, end), is_learnt in zip(found[0], answers):
-        follows = next((token for token in ends if text.startswith(token, end)), "")
-        is_closed = any(text[start:end].rstrip().endswith(token) for token in ends)
-        spans += [(start, end if is_closed else end + len(follows))] if is_learnt else []
-    return spans
-
-
-def turn_spans(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """What the template adds for each learnt turn after its generation prompt.
-
-    Raises:
-        ValueError: a template that writes a turn differently when later turns follow; shows where.
-    """
-    spans = []
-    for i, is_learnt in enumerate(example.is_learnt):
-        if not is_learnt:
-            continue
-        if i == 0:
-            raise ValueError(
-                "the chat starts with an assistant turn, and the template cannot say where its text begins: drop the "
-                'turn, or give it "weight": 0'
-            )
-        before = tokenizer.apply_chat_template(
-            example.messages[:i], tools=example.tools, tokenize=False, add_generation_prompt=True
-        )
-        after = tokenizer.apply_chat_template(example.messages[: i + 1], tools=example.tools, tokenize=False).rstrip()
-        for alone, whole in ((before, text), (before, after), (after, text)):
-            if not whole.startswith(alone):
-                at = next((n for n, (a, b) in enumerate(zip(alone, whole)) if a != b), min(len(alone), len(whole)))
-                raise ValueError(
-                    f"the chat template writes turn {i + 1} differently when later turns follow "
-                    f"({alone[max(0, at - 20) : at + 20]!r} alone, {whole[max(0, at - 20) : at + 20]!r} in the chat); "
-                    "cannot mask it. Learn the last answer only (--mask_history), or use another template"
-                )
-        spans.append((len(before), len(after)))
-    return spans
+    return template_text(example, tokenizer, -1, has_prompt=True)
 
 
 class MergedSeam(ValueError):
@@ -134,35 +28,53 @@ class MergedSeam(ValueError):
 
 def encode_all(
     examples: list[Example], tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool, completion_only_loss: bool
-) -> list[tuple[list[int], list[int], bool] | Exception]:
-    """Return, for each example, (input ids, labels, whether a pair was tokenised apart), or what is wrong with it.
+) -> list[tuple[list[int], list[int], str] | Exception]:
+    """Return, for each example, (input ids, labels, notes), or what is wrong with it.
 
-    A pair is tokenised apart, as at inference, where a token would cross the seam between prompt and completion.
+    The notes: `apart` for a pair that was tokenised apart, as at inference, where a token would cross the seam between
+    prompt and completion; `special` where a control token stands in the content; `endless` where an answer has no end.
     """
+    special = special_tokens(tokenizer)
+    ends, pattern = end_tokens(special, tokenizer), re.compile("|".join(map(re.escape, special)) or "$^")
     results: list[Any] = []
     for example in examples:
         try:
-            results.append(render(example, tokenizer, assistant_only_loss, completion_only_loss))
+            results.append(render(example, tokenizer, assistant_only_loss, completion_only_loss, ends))
         except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
             results.append(error)
     good = [index for index, result in enumerate(results) if not isinstance(result, Exception)]
     for index, tokens in zip(good, tokenize_texts([results[index][0] for index in good], tokenizer)):
         (text, spans), example = results[index], examples[index]
+        contents = [message["content"] for message in example.messages] or [example.prompt, example.completion]
+        notes = " special" * any(map(pattern.search, contents))
+        notes += " endless" * any(not text[start:end].rstrip().endswith(ends) for start, end in spans)
         try:
-            results[index] = (*label_tokens(tokens, text, spans, tokenizer, bool(example.messages)), False)
+            results[index] = (*label_tokens(tokens, text, spans, tokenizer, bool(example.messages)), notes)
         except MergedSeam as error:
             results[index] = error
-            apart = encode_apart(example.prompt, text, tokenizer) if not example.messages else ([], [])
-            if apart[0] and tokenizer.decode(apart[0]) == tokenizer.decode(tokens[0]):
-                results[index] = (*apart, True)
+            apart = encode_apart(tokens[0], example.prompt, text, tokenizer) if not example.messages else None
+            if apart:
+                results[index] = (*apart, notes + " apart")
     return results
 
 
-def encode_apart(prompt: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The prompt's own tokens, then the completion's."""
+def encode_apart(
+    whole: np.ndarray, prompt: str, text: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[int]] | None:
+    """The prompt's own tokens, then the completion's; None where together they are another text than the whole.
+
+    Tokenizers in the manner of SentencePiece put a blank before any text, so the completion is tried behind a newline
+    too, whose tokens are then cut off.
+    """
     ((ids, _, _),) = tokenize_texts([prompt], tokenizer)
-    rest = tokenizer(text[len(prompt) :], add_special_tokens=False, verbose=False)["input_ids"]
-    return ids.tolist() + rest, [IGNORE_INDEX] * len(ids) + rest
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    for anchor in ("", "\n"):
+        texts = [anchor, anchor + text[len(prompt) :]]
+        head, rest = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        is_cut, rest = rest[: len(head)] == head, rest[len(head) :]
+        if is_cut and decode(ids.tolist() + rest) == decode(whole):
+            return ids.tolist() + rest, [IGNORE_INDEX] * len(ids) + rest
+    return None
 
 
 def tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
@@ -171,23 +83,41 @@ def tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list
     Exactly one begin token for a tokenizer that uses one: its own, unless the text (a chat template's) starts with it.
     An end token that the tokenizer appends is dropped: the text ends as its format says.
     """
-    has_begin = [tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token) for text in texts]
+    has_begin = [tokenizer.bos_token is not None and text.lstrip().startswith(tokenizer.bos_token) for text in texts]
     results: list[Tokens] = [()] * len(texts)
     for writes_begin in (False, True):
         chosen = [index for index, has in enumerate(has_begin) if has == writes_begin]
         if not chosen:
             continue
-        encoded = tokenizer(
-            [texts[index] for index in chosen],
-            add_special_tokens=not writes_begin,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        encoded = encode_untrimmed([texts[index] for index in chosen], tokenizer, not writes_begin)
         for index, token_ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"]):
             ids, (starts, ends) = np.asarray(token_ids), np.asarray(offsets).reshape(-1, 2).T
             is_own = (starts < ends) | ~np.isin(ids, tokenizer.all_special_ids) | (np.arange(len(ids)) == 0)
             results[index] = ids[is_own], starts[is_own], ends[is_own]
     return results
+
+
+def encode_untrimmed(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+) -> dict[str, list[list]]:
+    """Tokens with offsets that cover their blanks, which some tokenizers (GPT-NeoX) trim: a seam would not be seen."""
+    core = tokenizer.backend_tokenizer
+    given = core.post_processor
+    core.post_processor = untrimmed(given)
+    try:
+        return tokenizer(texts, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
+    finally:
+        core.post_processor = given
+
+
+def untrimmed(processor: PostProcessor | None) -> PostProcessor | None:
+    """The same processor, with offsets that hide no blanks."""
+    state = processor.__getstate__() if processor else b""
+    if b'"trim_offsets":true' not in state:
+        return processor
+    processor = copy.deepcopy(processor)
+    processor.__setstate__(state.replace(b'"trim_offsets":true', b'"trim_offsets":false'))
+    return processor
 
 
 def label_tokens(

@@ -1,5 +1,6 @@
 """Rows to batches and the loss: what is learnt, which rows each rank takes, and how loss is counted."""
 
+import copy
 import functools
 import itertools
 import json
@@ -11,7 +12,7 @@ import datasets
 import pytest
 import torch
 from batches import collate, count_steps, evaluation_batches, shuffled_order, split_rows, training_steps
-from data import tokenize_rows
+from data import tokenize_rows, tokenizer_key
 from data_formats import read_chat, row_of
 from data_sources import load_rows
 from datasets import Dataset
@@ -174,6 +175,161 @@ def test_template_without_generation_markers_still_learns_the_answers() -> None:
     assert ids.count(tokenizer.eos_token_id) == 2
 
 
+# --- the end of a turn
+
+HEADERS = "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+MARKED = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
+    "{% endif %}"
+)
+SHORT = [{"role": "user", "content": "q!"}, {"role": "assistant", "content": "a!"}] * 2
+
+
+def llama3_with(chat_template: str | dict[str, str], **options: str) -> PreTrainedTokenizerBase:
+    tokenizer = copy.copy(tokenizer_of("llama3_1"))
+    if options:
+        tokenizer = AutoTokenizer.from_pretrained(CASES / "tokenizers" / "llama3_1", **options)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize("blank", ["", "\n", " "])
+def test_end_of_turn_after_a_newline_is_trained(blank: str) -> None:
+    tokenizer = llama3_with(HEADERS + MARKED + "{{ " + repr(blank) + " }}<|eot_id|>" + PROMPT)
+    assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == [f"a!{blank}<|eot_id|>"] * 2
+
+
+def test_end_of_turn_that_is_neither_eos_nor_pad_is_trained() -> None:
+    end = "<|end_of_text|>"
+    tokenizer = llama3_with(HEADERS + MARKED + "<|eot_id|>" + PROMPT, eos_token=end, pad_token=end)
+    assert "<|eot_id|>" not in tokenizer.all_special_tokens
+    assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == ["a!<|eot_id|>"] * 2
+
+
+def test_end_of_turn_that_is_plain_text_after_the_marked_answer_is_trained() -> None:
+    tokenizer = llama3_with(HEADERS + MARKED + "[END]" + PROMPT)
+    assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == ["a![END]"] * 2
+
+
+@pytest.mark.parametrize("start", ["<|begin_of_text|>", "<|start_header_id|>"])
+@pytest.mark.parametrize("middle", [MARKED, "{{ m.content }}"], ids=["marked", "unmarked"])
+def test_start_of_the_next_turn_is_not_learnt_as_an_end_and_the_missing_end_is_said(start: str, middle: str) -> None:
+    tokenizer = llama3_with((HEADERS + middle + PROMPT).replace("<|start_header_id|>", start))
+    (row,), line = tokenize([{"messages": SHORT}], tokenizer)
+    assert learnt(row["input_ids"], row["labels"], tokenizer) == ["a!", "a!"]
+    assert "note: 1 rows hold an answer without an end-of-turn token: the model will not learn to stop" in line
+    (row,), line = tokenize([{"messages": SHORT}], llama3_with(HEADERS + middle + "<|eot_id|>" + PROMPT))
+    assert "end-of-turn" not in line
+
+
+def test_end_token_in_a_user_turn_stays_and_is_counted() -> None:
+    chat = [{"role": "user", "content": "what is </s>"}, {"role": "assistant", "content": "end"}]
+    tokenizer = toy_tokenizer(TEMPLATE)
+    (row,), line = tokenize([{"messages": chat}], tokenizer)
+    assert row["input_ids"].count(tokenizer.eos_token_id) == 3
+    assert learnt(row["input_ids"], row["labels"], tokenizer) == ["end</s>"]
+    assert "1 with the text of a control token" in line
+
+
+def test_end_token_of_an_answer_stays_where_the_template_writes_none() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</s>"}]
+    tokenizer = toy_tokenizer(TEMPLATE.replace(" + '</s>'", " + '.'"))
+    assert learnt(*tokenize_chat(chat, tokenizer), tokenizer) == ["b</s>."]
+    bare = toy_tokenizer(TEMPLATE.replace(" + '</s>'", ""))
+    (row,), line = tokenize([{"messages": chat}], bare)
+    assert learnt(row["input_ids"], row["labels"], bare) == ["b</s>"] and "end-of-turn" not in line
+    twice = toy_tokenizer(TEMPLATE)
+    assert learnt(*tokenize_chat(chat, twice), twice) == ["b</s>"]
+
+
+def test_generation_markers_of_the_template_in_use_of_several_are_read() -> None:
+    marked = HEADERS + MARKED.replace("{% generation %}", "x\n{% generation %}") + "<|eot_id|>" + PROMPT
+    tokenizer = llama3_with({"default": marked, "tool_use": HEADERS + "{{ m.content }}" + PROMPT})
+    assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == ["a!<|eot_id|>"] * 2  # without markers: x too
+
+
+def test_header_of_an_answer_is_not_learnt_where_the_template_has_no_generation_prompt() -> None:
+    tokenizer = toy_tokenizer(TEMPLATE.split("{% if")[0])
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "assistant: b"}]
+    assert learnt(*tokenize_chat(chat * 2, tokenizer), tokenizer) == ["assistant: b</s>"] * 2
+
+
+# --- parts of a chat that a template leaves out
+
+CALLS = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+WRITES = "{{ m.role + ':' + m.content }}"
+ASKED = {"role": "user", "content": "is it 1 or 42"}
+
+
+@pytest.mark.parametrize(
+    ("writes", "messages", "missing"),
+    [
+        (
+            WRITES + "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}",
+            [ASKED, {"role": "assistant", "content": "", "tool_calls": CALLS}],
+            r"the tool call 'g' of turn 2",
+        ),
+        (
+            WRITES + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
+            [ASKED, {"role": "assistant", "content": "", "tool_calls": CALLS}],
+            r"the tool call 'f' of turn 2",
+        ),
+        (
+            "{% if m.role != 'system' %}" + WRITES + "{% endif %}",
+            [{"role": "system", "content": "1"}, ASKED, {"role": "assistant", "content": "42"}],
+            r"or changes turn 1 \(system\)",
+        ),
+        (
+            "{% if m.role != 'tool' %}" + WRITES + "{% endif %}",
+            [ASKED, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "42"}],
+            r"or changes turn 2 \(tool\)",
+        ),
+        (
+            WRITES,
+            [ASKED, {"role": "assistant", "content": "42", "reasoning_content": "4"}],
+            r"the reasoning of turn 2",
+        ),
+        (
+            "{{ m.role + ':' + m.content.split('.')[-1] }}",
+            [ASKED, {"role": "assistant", "content": "because. it is"}],
+            r"or changes turn 2 \(assistant\)",
+        ),
+    ],
+    ids=["second call", "arguments", "system", "tool result", "reasoning", "half an answer"],
+)
+def test_part_that_the_template_leaves_out_is_named(writes: str, messages: list[dict], missing: str) -> None:
+    template = "{% for m in messages %}" + writes + "</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    with pytest.raises(ValueError, match=f"the chat template leaves out {missing}"):
+        tokenize_chat(messages, toy_tokenizer(template))
+
+
+def test_tool_result_that_the_template_writes_as_json_is_read() -> None:
+    writes = "{{ m.role }}:{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}</s>"
+    template = "{% for m in messages %}" + writes + "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    result, answer = {"role": "tool", "content": '{"t": "warm"}'}, {"role": "assistant", "content": "warm"}
+    tokenizer = toy_tokenizer(template)
+    assert learnt(*tokenize_chat([ASKED, result, answer], tokenizer), tokenizer) == ["warm</s>"]
+
+
+def test_reasoning_that_the_template_lays_out_anew_is_learnt() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    chat = [ASKED, {"role": "assistant", "content": "<think>Odd.</think>It is 1."}]
+    expected = "<think>\nOdd.\n</think>\n\nIt is 1.<|im_end|>"
+    assert learnt(*tokenize_chat(chat, tokenizer), tokenizer) == [expected]
+
+
+def test_calls_in_an_earlier_turn_after_results_in_user_turns_are_read() -> None:
+    """What Qwen writes of earlier turns depends on the text of later ones: all pieces at once would mislead."""
+    tokenizer = tokenizer_of("qwen3")
+    call = {"role": "assistant", "content": "", "reasoning_content": "Look.", "tool_calls": CALLS}
+    result = {"role": "user", "content": "<tool_response>\n1\n</tool_response>"}
+    ids, labels = tokenize_chat([ASKED, call, result, {"role": "assistant", "content": "1"}], tokenizer)
+    first, last = learnt(ids, labels, tokenizer)
+    assert "Look." in first and '"name": "g"' in first and last.endswith("1<|im_end|>")
+
+
 # --- the seam, begin and end tokens
 
 
@@ -183,6 +339,32 @@ def test_pair_whose_seam_a_token_would_cross_is_tokenised_apart_and_counted() ->
     (row,), line = tokenize([{"prompt": "ho", "completion": "w a"}], tokenizer)
     assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["<s>", "h", "o", "w", " ", "a", "</s>"]
     assert row["labels"] == [IGNORE_INDEX] * 3 + row["input_ids"][3:]
+    assert "1 tokenised as prompt and completion apart" in line
+
+
+def test_seam_is_seen_where_the_tokenizer_trims_blanks_from_offsets() -> None:
+    tokenizer_of("qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(CASES / "tokenizers" / "qwen3")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    assert tokenizer(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
+    (row,), line = tokenize([{"prompt": "Answer: ", "completion": "Yes"}], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["Answer", ":", "Ġ", "Yes", "<|im_end|>"]
+    assert [label != IGNORE_INDEX for label in row["labels"]] == [False, False, False, True, True]
+    assert "1 tokenised as prompt and completion apart" in line
+    (row,), _ = tokenize([{"prompt": "Answer:", "completion": "\n\nYes"}], tokenizer)
+    assert learnt(row["input_ids"], row["labels"], tokenizer) == ["\n\nYes<|im_end|>"]
+    assert tokenizer(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("Hello", "world"), ("Answer: ", "Yes")])
+def test_completion_after_a_seam_gets_no_blank_from_a_sentencepiece_tokenizer(prompt: str, completion: str) -> None:
+    tokenizer = tokenizer_of("llama2")
+    (row,), line = tokenize([{"prompt": prompt, "completion": completion}], tokenizer)
+    assert row["input_ids"][: row["labels"].index(row["labels"][-2])] == tokenizer(prompt)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(row["labels"][-2:]) == [completion, "</s>"]
+    assert tokenizer.decode(row["input_ids"]) == "<s>" + " " * (tokenizer.decode(row["input_ids"])[3] == " ") + (
+        prompt + completion + "</s>"
+    )
     assert "1 tokenised as prompt and completion apart" in line
 
 
@@ -257,6 +439,23 @@ def test_text_that_writes_its_own_begin_token_gets_no_second_one() -> None:
     assert [row["input_ids"].count(0) for row in [*kept, *pair]] == [1, 1]
 
 
+def test_begin_token_after_blanks_gets_no_second_one() -> None:
+    kept, line = tokenize([{"text": " <s>ab"}], toy_tokenizer(adds_bos=True))
+    assert [row["input_ids"].count(0) for row in kept] == [1]
+    assert "1 with the text of a control token" in line
+    tokenizer = toy_tokenizer(" <s>" + TEMPLATE, adds_bos=True)
+    assert tokenize_chat([{"role": "user", "content": "a"}, CHAT], tokenizer)[0].count(0) == 1
+
+
+def test_another_role_of_a_special_token_makes_the_cached_rows_anew() -> None:
+    tokenizer = toy_tokenizer()
+    first = tokenizer_key(tokenizer)
+    tokenizer.pad_token = "<s>"
+    second = tokenizer_key(tokenizer)
+    tokenizer.add_special_tokens({"unk_token": "a"})
+    assert len({first, second, tokenizer_key(tokenizer)}) == 3
+
+
 # --- counting and refusing rows
 
 
@@ -276,6 +475,23 @@ def test_prompt_as_long_as_the_limit_is_left_out_and_counted() -> None:
     assert all(num_label_tokens(torch.tensor([row["labels"]])) > 0 for row in kept)
     assert "3 without a label left" in line and "keep_end" in line
     assert "1 rows" in line
+
+
+def test_many_dropped_rows_stop_the_run_unless_allowed() -> None:
+    rows = Dataset.from_list([{"text": "a" * n} for n in (20, 20, *[3] * 8)])
+    with pytest.raises(ValueError, match=r"More than 10% of the rows would not be learnt \(--allow_lost_rows\)"):
+        tokenize_rows(rows, toy_tokenizer(), 10, "train", "drop")
+    kept, line = tokenize_rows(rows, toy_tokenizer(), 10, "train", "drop", allow_lost_rows=True)
+    assert len(kept) == 8 and "2 longer than 10 and dropped" in line
+    one_of_ten = rows.select(range(1, 10)).add_item({"text": "a"})
+    assert len(tokenize_rows(one_of_ten, toy_tokenizer(), 10, "train", "drop")[0]) == 9
+
+
+def test_many_bad_rows_that_are_skipped_are_said_loudly() -> None:
+    good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}
+    for rows, is_loud in (([good] * 8 + [bad] * 2, True), ([good] * 9 + [bad], False)):
+        _, line = tokenize_rows(Dataset.from_list(rows), toy_tokenizer(), 10, "train", skip_bad_rows=True)
+        assert ("note: 2 of 10 rows are bad and left out" in line) == is_loud
 
 
 def test_line_counts_tokens_and_labels_that_are_trained() -> None:
