@@ -83,19 +83,17 @@ def tokenize_window(
     columns: dict[str, str],
     options: tuple[int, str, bool, bool, bool],
     skip_bad_rows: bool,
-) -> list[dict[str, list[int]]]:
-    """Token rows of some records of a stream. Raises ValueError for bad ones, unless they are skipped."""
+) -> tuple[list[dict[str, list[int]]], Counter[str], list[str]]:
+    """Return (token rows of stream records, how many became what, problems); ValueError for these, or they are skipped."""
     batch = as_columns(records)
     indices = list(range(first_index, first_index + len(records)))
     made = tokenize_batch(batch, indices, tokenizer, columns, options)
     problems = [problem for problem in made["problem"] if problem]
     if problems and not skip_bad_rows:
         raise ValueError(f"train data: {len(problems)} bad row(s) in the stream:\n- " + "\n- ".join(problems[:SHOWN]))
-    return [
-        {"input_ids": ids, "labels": labels}
-        for ids, labels, state in zip(made["input_ids"], made["labels"], made["state"])
-        if state.startswith("kept")
-    ]
+    found = zip(made["input_ids"], made["labels"], made["state"])
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels, state in found if state.startswith("kept")]
+    return rows, Counter(state for states in made["state"] for state in states.split()), problems
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data import FORMATS, as_columns, prompts_and_answers, row_of, tokenize_rows, tokenize_window
+from data import FORMATS, MAX_LOST, as_columns, prompts_and_answers, row_of, tokenize_rows, tokenize_window
 from data_sources import load_rows, open_stream, source_notes
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -82,6 +82,7 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
                 skip_bad_rows=arguments.skip_bad_rows,
             ),
             arguments.max_length if arguments.packing else 0,
+            1.0 if arguments.allow_lost_rows else MAX_LOST,
         )
     lines = [train_line, test_line, *source_notes(names, *splits)]
     if missing:

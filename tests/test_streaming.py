@@ -2,18 +2,21 @@
 
 import itertools
 import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import streaming
-from data import as_columns
+from data import as_columns, tokenize_window
 from data_formats import row_of
 from data_sources import open_stream
 from datasets import Dataset
-from streaming import Stream, stream_steps
-from test_data import write
+from streaming import Stream, Tokenised, stream_steps
+from test_data import toy_tokenizer, write
 
 STEPS = list(itertools.product((1, 2, 3), (1, 2), (7, 8, 23)))
 
@@ -26,9 +29,9 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def numbers(count: int, packed_length: int = 0) -> Stream:
     """Records 0, 1, 2, ...; each becomes a row of its number, twice."""
 
-    def tokenise(records: list[int], first: int) -> list[dict[str, list[int]]]:
+    def tokenise(records: list[int], first: int) -> Tokenised:
         assert records == list(range(first, first + len(records)))
-        return [{"input_ids": [number, number], "labels": [number, number]} for number in records]
+        return [{"input_ids": [number, number], "labels": [number, number]} for number in records], Counter(), []
 
     return Stream(lambda: iter(range(count)), tokenise, packed_length)
 
@@ -78,17 +81,93 @@ def test_stream_is_packed_window_by_window() -> None:
     )
 
 
-def test_bad_row_in_the_middle_ends_with_one_message(capsys: pytest.CaptureFixture) -> None:
-    def tokenise(records: list[int], first: int) -> list[dict[str, list[int]]]:
-        if first:
-            raise ValueError("a.jsonl, line 7: is not JSON")
-        return [{"input_ids": [1, 1], "labels": [1, 1]} for _ in records]
+def broken_at(first_bad: int, error: Exception, is_reading: bool) -> Stream:
+    """Records that cannot be read, or made into rows, from one on."""
 
-    steps = stream_steps(Stream(lambda: iter(range(10)), tokenise), 1, 1, 0, 1, 0, 99)
+    def open_records() -> Iterator[int]:
+        yield from range(first_bad)
+        if is_reading:
+            raise error
+        yield from range(first_bad, 20)
+
+    def tokenise(records: list[int], first: int) -> Tokenised:
+        if any(record >= first_bad for record in records):
+            raise error
+        return [{"input_ids": [1, 1], "labels": [1, 1]} for _ in records], Counter(), []
+
+    return Stream(open_records, tokenise)
+
+
+@pytest.mark.parametrize("is_reading", [False, True])
+@pytest.mark.parametrize("error", [ValueError("a.jsonl, line 7: is not JSON"), OSError("a.jsonl: the disk is gone")])
+def test_error_in_the_middle_ends_with_one_message(
+    capsys: pytest.CaptureFixture, error: Exception, is_reading: bool
+) -> None:
+    steps = stream_steps(broken_at(7, error, is_reading), 1, 1, 0, 1, 0, 99)
     with pytest.raises(SystemExit) as stopped:
         for _ in range(10):
             next(steps)
-    assert stopped.value.code == 1 and capsys.readouterr().err.count("line 7: is not JSON") == 1
+    assert stopped.value.code == 1 and capsys.readouterr().err.strip() == f"Error: {error}"
+
+
+def test_other_ranks_leave_rank_0_time_to_print_and_print_what_it_did_not_meet(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, actions = [], []
+    monkeypatch.setattr(streaming.time, "sleep", lambda seconds: waits.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr(streaming.signal, "signal", lambda *action: actions.append(action))
+    with pytest.raises(SystemExit):
+        next(stream_steps(broken_at(2, OSError("no such disk"), True), 1, 1, 3, 4, 0, 99))
+    assert waits == [(streaming.WAIT_S, "")] and actions == [(signal.SIGTERM, signal.SIG_DFL)]
+    assert capsys.readouterr().err.strip() == "Error: rank 3: no such disk"
+
+
+def losing(count: int, problem_at: int, lost: set[int], max_lost: float = 1.0) -> Stream:
+    """Records of which one is bad and some lose their answer."""
+
+    def tokenise(records: list[int], first: int) -> Tokenised:
+        kept = [number for number in records if number != problem_at and number not in lost]
+        rows = [{"input_ids": [number, number], "labels": [number, number]} for number in kept]
+        counts = Counter({"lost": len(lost & set(records))})
+        return rows, counts, [f"a.jsonl, line {problem_at + 1}: is bad"] * (problem_at in records)
+
+    return Stream(lambda: iter(range(count)), tokenise, 0, max_lost)
+
+
+def test_rows_that_are_left_out_are_reported_by_rank_0_once(capsys: pytest.CaptureFixture) -> None:
+    take(losing(20, 7, {12, 13}), 3, 0, 2, 1)
+    assert capsys.readouterr().out.splitlines() == [
+        "train data: of the first 10 rows of the stream, 1 bad row(s) left out",
+        "- a.jsonl, line 8: is bad",
+        "train data: of the first 15 rows of the stream, 1 bad row(s) left out, "
+        "2 lost their whole answer to --max_length",
+    ]
+    take(losing(20, 7, {12, 13}), 1, 1, 2, 1)
+    assert capsys.readouterr().out == ""
+
+
+def test_many_lost_rows_stop_a_stream_unless_allowed(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(take(losing(20, 99, {0, 1}, 0.1), 1, 0, 1, 1)) == 9  # a tenth, though two fifths of the first window
+    for enough, lost in ((10, {0, 5}), (1000, {0, 1, 2})):  # as soon as enough is read, or at the end
+        monkeypatch.setattr(streaming, "ENOUGH_READ", enough)
+        with pytest.raises(SystemExit):
+            take(losing(18, 99, lost, 0.1), 1, 0, 1, 1)
+        error = capsys.readouterr().err
+        assert f"of the first {min(enough, 18)} rows of the stream, {len(lost)} lost their whole answer" in error
+        assert "More than 10% would not be learnt (--allow_lost_rows)" in error
+        assert take(losing(18, 99, lost), 1, 0, 1, 1)
+
+
+def test_window_of_real_rows_counts_what_it_leaves_out() -> None:
+    rows = [{"prompt": "a" * 30, "completion": "b"}, {"prompt": "a"}, {"prompt": "a", "completion": "b"}]
+    options = 8, "keep_start", True, True, False
+    kept, counts, problems = tokenize_window(rows, 40, toy_tokenizer(), {}, options, skip_bad_rows=True)
+    assert (len(kept), counts["lost"], counts["bad"]) == (1, 1, 1)
+    assert len(problems) == 1 and problems[0].startswith("row 42: the column")
+    with pytest.raises(ValueError, match="1 bad row"):
+        tokenize_window(rows, 40, toy_tokenizer(), {}, options, skip_bad_rows=False)
 
 
 def test_files_and_folders_are_streamed_split_by_split(tmp_path: Path) -> None:
