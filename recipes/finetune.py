@@ -8,9 +8,9 @@
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, chat_text.py, checkpoint.py,
-data.py, data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, greedy_answers.py,
-hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py, launch.py,
+To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, checkpoint.py, data.py,
+data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, greedy_answers.py, hf_folder.py,
+hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py, launch.py,
 launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py, optimizer.py, packing.py,
 prepare_data.py, resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py, streaming.py,
 training_state.py, utils.py, wrap_report.py and a YAML.
