@@ -125,20 +125,24 @@ def check_complete(text: str, example: Example, tokenizer: PreTrainedTokenizerBa
 
     A word of its own in place of each piece must turn up: the piece itself may stand in the text for another reason.
     """
-    fix = "use a template that writes it, leave it out of the data, or learn the last answer only (--mask_history)"
+    fix = "use a template that writes it, or leave it out of the data"
+    last_only = ", or learn the last answer only (--mask_history)"
     pieces = find_pieces(example)
     words = {path: WORD.format(n) for n, path in enumerate(pieces)}
     rendered = template_text(put(example, words), tokenizer)
     for path, word in words.items():
         # What a template writes may depend on other pieces, so one that is missing is tried alone.
         if word not in rendered and word not in template_text(put(example, {path: word}), tokenizer):
-            raise ValueError(f"the chat template leaves out {pieces[path]}; {fix}")
+            is_answer = path[0] == "messages" and path[2] != "tool_calls" and example.is_learnt[path[1]]
+            raise ValueError(f"the chat template leaves out {pieces[path]}; {fix}{last_only * is_answer}")
     for i, (message, is_learnt) in enumerate(zip(example.messages, example.is_learnt)):
         content = message["content"]
         if is_learnt and content.strip() not in text:  # other blanks, or written as JSON, is as good
             forms = content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1]
             if not any("".join(form.split()) in "".join(text.split()) for form in forms):
-                raise ValueError(f"the chat template leaves out or changes turn {i + 1} ({message['role']}); {fix}")
+                raise ValueError(
+                    f"the chat template leaves out or changes turn {i + 1} ({message['role']}); {fix}{last_only}"
+                )
 
 
 def marked_spans(text: str, example: Example, tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]) -> Spans:
