@@ -1,6 +1,7 @@
 """The loss: exact per label token, in fp32, whatever the split into micro-batches and ranks."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +38,22 @@ def micro_batch_loss(
     """
     outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
     loss_sum = token_loss_sum(outputs.logits, batch["labels"])
+    return share_of_step(model, outputs, loss_sum, batch["labels"], step_label_tokens, world_size)
+
+
+def share_of_step(
+    model: nn.Module,
+    outputs: Any,
+    loss_sum: torch.Tensor,
+    labels: torch.Tensor,
+    step_label_tokens: int,
+    world_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From a micro-batch's summed token loss, what micro_batch_loss returns."""
     auxiliary = getattr(outputs, "aux_loss", None)
     total = loss_sum
     if auxiliary is not None:
-        total = loss_sum + auxiliary_weight(model) * auxiliary * num_label_tokens(batch["labels"])
+        total = loss_sum + auxiliary_weight(model) * auxiliary * num_label_tokens(labels)
     return total * (world_size / step_label_tokens), loss_sum.detach()
 
 

@@ -37,11 +37,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import finetune
+import finetune_mem_limit
 import hook_wrap
 import losses
 import wrap_report
 from arguments import FinetuneArguments
 from checkpoint import START
+from chunked_loss import compute_loss_in_chunks
 from exact_checks import RecordingLog
 from exactness import local
 from hf_folder import export_model
@@ -230,13 +232,18 @@ def norms_in_fp32(model: torch.nn.Module, fp32_names: set[str], dtype: torch.dty
         handle.remove()
 
 
-def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator, uses_scaler: bool = False) -> dict:
-    """The recipe's hooks in the recipe's order, then the recipe's own training loop."""
+def sharded_run(
+    cell: Cell, base: HookConfig, accelerator: Accelerator, uses_scaler: bool = False, chunk_tokens: int = 0
+) -> dict:
+    """The recipe's hooks in the recipe's order, then the recipe's own training loop; with `chunk_tokens` those of
+    finetune_mem_limit.py."""
     config = cell.config(base)
     model = make_model(cell)
     recomputed = plan_activation_checkpointing(model, config)
     units = plan_units(model, config)
     apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
+    if chunk_tokens:
+        compute_loss_in_chunks(model, chunk_tokens)
     mesh = make_device_mesh(accelerator)
     apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
     cast_stored_parameters(model, config)
@@ -258,7 +265,8 @@ def sharded_run(cell: Cell, base: HookConfig, accelerator: Accelerator, uses_sca
     log = RecordingLog()
     torch.manual_seed(7 + rank)
     options = types.SimpleNamespace(**names)
-    finetune.train(accelerator, model, prepared, scheduler, steps, [], log, dict(START), None, [], options, config)
+    script = finetune_mem_limit if chunk_tokens else finetune
+    script.train(accelerator, model, prepared, scheduler, steps, [], log, dict(START), None, [], options, config)
     out["losses"] = [values["loss"] for values in log.written]
     out["norms"] = [values["grad_norm"] for values in log.written]
     out["log"] = log.written
@@ -430,9 +438,11 @@ def message_of(run: Callable[[], object]) -> str:
     return ""
 
 
-def wrap(cell: Cell, base: HookConfig, accelerator: Accelerator) -> torch.nn.Module:
+def wrap(cell: Cell, base: HookConfig, accelerator: Accelerator, chunk_tokens: int = 0) -> torch.nn.Module:
     """A wrapped model, as the recipe wraps it."""
     config, model = cell.config(base), make_model(cell)
+    if chunk_tokens:
+        compute_loss_in_chunks(model, chunk_tokens)
     policies = mixed_precision_policy(config), norm_precision_policy(config)
     apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), *policies)
     return model
@@ -569,6 +579,20 @@ def run_graph_lifetime(base: HookConfig, accelerator: Accelerator) -> list[bool]
     return alive
 
 
+def run_chunked(base: HookConfig, accelerator: Accelerator) -> dict:
+    """The loss in chunks: of 5 tokens, so several per micro-batch, against the same replicas as the plain loss; and
+    [all-gathers, reduce-scatters] with and without it."""
+    found: dict = {"cells": {}, "collectives": {}}
+    for wrap_name in ("block", "embeddings"):
+        for dtype, training, tied in (("fp32", "full", False), ("fp32", "full", True), ("bf16", "lora", False)):
+            cell = Cell(wrap_name, "every", dtype, training, 3, tied)
+            expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
+            found["cells"][cell.name] = compare(sharded_run(cell, base, accelerator, chunk_tokens=5), expected)
+        plain, chunked = (wrap(Cell(wrap_name, dtype="bf16"), base, accelerator, chunk) for chunk in (0, 5))
+        found["collectives"][wrap_name] = [collectives_of(plain), collectives_of(chunked, is_chunked=True)]
+    return found
+
+
 def count_collectives(base: HookConfig, accelerator: Accelerator) -> dict:
     """[all-gathers, reduce-scatters] of one forward and backward: ours, and Accelerate's own path at the same units."""
     counts = {}
@@ -586,11 +610,14 @@ def count_collectives(base: HookConfig, accelerator: Accelerator) -> dict:
     return counts
 
 
-def collectives_of(model: torch.nn.Module) -> list[int]:
+def collectives_of(model: torch.nn.Module, is_chunked: bool = False) -> list[int]:
     """[all-gathers, reduce-scatters] of one forward and backward."""
     ids = torch.ones(2, 8, dtype=torch.long)
     with CommDebugMode() as mode:
-        losses.token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids).backward()
+        if is_chunked:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        else:
+            losses.token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids).backward()
     counts = {str(op): number for op, number in mode.get_comm_counts().items()}
     gathers = sum(number for op, number in counts.items() if "all_gather" in op or "allgather" in op)
     scatters = sum(number for op, number in counts.items() if "reduce_scatter" in op)
@@ -600,7 +627,9 @@ def collectives_of(model: torch.nn.Module) -> list[int]:
 def main() -> None:
     out_path, *wraps = sys.argv[1:]
     gc.freeze()  # the imported libraries are never garbage; looking through them would cost more than a cell
-    finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a tiny step
+    finetune.memory = finetune_mem_limit.memory = lambda device: {
+        "live_tensors_gib": 0.0
+    }  # counting live tensors costs more than a tiny step
     base = read_hook_config(None)
     base = dataclasses.replace(base, hook_reduce_dtype="fp32", hook_offload_optimizer=False)
     accelerator = make_accelerator(base, 65536.0)
@@ -635,6 +664,7 @@ def main() -> None:
         results["fp16"] = run_fp16(base, accelerator)
         results["evaluation"] = run_evaluation(base, accelerator)
         results["collectives"] = count_collectives(base, accelerator)
+        results["chunked"] = run_chunked(base, accelerator)
         results["non_finite"] = run_non_finite(base, accelerator)
         results["generated_lengths"] = run_generation(base, accelerator)
         results["buffers"] = run_buffers(base, accelerator)
