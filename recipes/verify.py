@@ -5,14 +5,14 @@
 
 Only the model's config is read. A tiny model of the same architecture is trained for three steps by two processes with
 the recipe's hooks and loop, and compared with one process that holds it whole, in fp32: loss, every gradient, the
-norm, the weights. Prints a table; exits 1 if a check fails, naming the module that is first to differ.
+norm, the weights. Prints a table; exits 1 if a check fails, naming the module that is first to differ, and 2 if the
+tiny model does not run even unsharded.
 
 To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
 shrink.py, shrink_layers.py, verify_arguments.py and a YAML.
 """
 
 import dataclasses
-import json
 import sys
 import types
 import warnings
@@ -24,9 +24,9 @@ import finetune
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from architecture import check_causal, own_loss, packed_isolation
+from architecture import check_causal, own_loss, packed_isolation, text_tokens
 from checkpoint import START
-from cpu_ranks import describe, failed_alike, run_on_cpu_ranks
+from cpu_ranks import PATIENCE_S, captured, describe, failed_alike, run_on_cpu_ranks
 from exact_checks import (
     BALANCING_CASE,
     CASES,
@@ -45,7 +45,6 @@ from exact_checks import (
     gradient_check,
     held_out_of,
     same_bits_check,
-    table,
 )
 from exactness import SEED, Run, is_inside, local, recorded_outputs, reference_run
 from hook_activation_checkpointing import (
@@ -64,21 +63,33 @@ from shrink import build_tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedConfig
 from utils import DTYPES, cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
-from verify_arguments import VerifyArguments, load_model_config
+from verify_arguments import (
+    VerifyArguments,
+    exit_status,
+    json_report,
+    load_model_config,
+    print_json,
+    table,
+    verdict,
+)
 from wrap_report import check_against_plan, read_units
 
 PACKED = "packed documents"
-PATIENCE_S = 60  # for a rank that is late
 
 
 def main() -> None:
+    sys.exit(print_json(*captured(run_command)) if "--json" in sys.argv else run_command())
+
+
+def run_command() -> int:
+    """The command; returns its exit status."""
     parser = HfArgumentParser(VerifyArguments)
     arguments, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         parser.error(f"unknown argument: {' '.join(unknown)}")
     if arguments.num_processes < 2:
         parser.error(f"--num_processes: found {arguments.num_processes}, allowed: 2 or more (one shards nothing)")
-    sys.exit(run_on_cpu_ranks(prove, arguments, arguments.num_processes))
+    return run_on_cpu_ranks(prove, arguments, arguments.num_processes)
 
 
 def prove(arguments: VerifyArguments) -> None:
@@ -93,23 +104,24 @@ def prove(arguments: VerifyArguments) -> None:
             build_case(model_config, case, lora)
     with stop_together():
         accelerator = make_accelerator(exact_config(config), 1.0)
-    checks = list(verify(model_config, config, accelerator, lora))
+    checks: list[Check] = []
+    try:
+        for check in verify(model_config, config, accelerator, lora):
+            checks.append(check)
+    except Exception as error:  # what is known already is printed all the same
+        checks.append(Check("verification", False, detail=describe(error)))
     if arguments.packing:
         checks = [dataclasses.replace(c, is_proof=True) if c.name == PACKED else c for c in checks]
-    is_exact = all(check.is_passed for check in checks if check.is_proof)
+    model, ranks = arguments.model_name_or_path, accelerator.num_processes
     if arguments.json:
-        report = {"model": arguments.model_name_or_path, "yaml": config.path, "is_exact": is_exact}
-        accelerator.print(json.dumps({**report, "checks": [dataclasses.asdict(check) for check in checks]}))
+        accelerator.print(json_report(model, config.path, ranks, checks))
     else:
         accelerator.print("\n".join(table(checks)))
-        verdict = "trains exactly" if is_exact else "does NOT train exactly"
-        unproved = sum(not check.is_passed or "not proved" in check.detail for check in checks if not check.is_proof)
-        verdict += f", but for {unproved} thing(s) not proved," if is_exact and unproved else ""
-        accelerator.print(f"{arguments.model_name_or_path} {verdict} under {config.path} (tiny model, CPU)")
+        accelerator.print(f"{model} {verdict(checks)} under {config.path} (tiny model, CPU) on {ranks} ranks")
     sys.stdout.flush()
     accelerator.wait_for_everyone()  # the first exit ends the others
     end(accelerator)
-    sys.exit(0 if is_exact else 1)
+    sys.exit(exit_status(checks))
 
 
 def exact_config(config: HookConfig) -> HookConfig:
@@ -160,7 +172,7 @@ def verify(
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
     runs: dict[Case, Run] = {}
     for case in cases:
-        failure = ""
+        failure, can_run = "", True
         run_config = config_of(case, config, model_config)
         key = reference_key(case, run_config)
         try:
@@ -168,18 +180,18 @@ def verify(
                 model = build_case(model_config, case, lora)
                 references[key] = reference_of(model, run_config, accelerator, case)
         except Exception as error:
-            failure = describe(error)
+            failure, can_run = f"the tiny model does not run ({describe(error)})", False
             if case.dropout and isinstance(error, ValueError):
                 yield Check(case.name, True, False, detail=f"not proved: {error}")
                 continue
         try:
             if not failure:
                 runs[case] = sharded_run(build_case(model_config, case, lora), run_config, accelerator, case)
-        except Exception as error:  # a model that cannot run is a finding, and the other checks go on
+        except (Exception, SystemExit) as error:  # a model that cannot run is a finding, and the other checks go on
             accelerator.free_memory()
             failure = describe(error)
         if failed_alike(failure, case.name, group):
-            yield Check(case.name, False, detail=failure)
+            yield Check(case.name, False, detail=failure, can_run=can_run)
             continue
         tolerance = TOLERANCE if config.hook_reduce_every_micro_batch else DEFERRED_TOLERANCE
         if run_config.hook_reduce_dtype == "bf16" and accelerator.num_processes > 2:
@@ -226,6 +238,7 @@ def config_of(case: Case, config: HookConfig, model_config: PreTrainedConfig) ->
 
 def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case) -> Run:
     """The recipe's hooks in the recipe's order, then the recipe's own training loop."""
+    tokens = text_tokens(model)
     recomputed = plan_activation_checkpointing(model, config)
     units = plan_units(model, config)
     apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
@@ -247,11 +260,11 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     optimizer.register_step_pre_hook(record_gradients)
     rank = accelerator.process_index
     steps = iter(
-        [(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches_of(rank, case.accumulation)]
+        [(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches_of(rank, case.accumulation, tokens)]
     )
     # One evaluation in the middle, which must change nothing, and one at the end.
     names = {"max_grad_norm": arithmetic.max_grad_norm, "logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0}
-    held_out, log = held_out_of(rank), RecordingLog()
+    held_out, log = held_out_of(rank, tokens), RecordingLog()
     options = types.SimpleNamespace(**names)
     torch.manual_seed(SEED + rank)
     with recorded_outputs(model, run.outputs):
@@ -269,7 +282,8 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
 
 def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case) -> Run:
     """One process that holds the whole model and runs the rows of all ranks."""
-    per_rank = [batches_of(rank, case.accumulation) for rank in range(accelerator.num_processes)]
+    tokens = text_tokens(model)
+    per_rank = [batches_of(rank, case.accumulation, tokens) for rank in range(accelerator.num_processes)]
     steps = [list(micro_batches) for micro_batches in zip(*per_rank)]
     norms = [name for name, module in model.named_modules() if is_norm(module)] if config.hook_norm_dtype else []
     kept = kept_in_fp32(model)[0] if config.hook_param_dtype != "fp32" else []
@@ -284,7 +298,7 @@ def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator,
         elif not is_inside(name, stays):
             parameter.data = parameter.data.to(arithmetic.param_dtype)
     cast_buffers(model, config)
-    held_out = [batch for rank in range(accelerator.num_processes) for batch in held_out_of(rank)]
+    held_out = [batch for rank in range(accelerator.num_processes) for batch in held_out_of(rank, tokens)]
     weight, rank = auxiliary_weight(model), accelerator.process_index
     return reference_run(model, steps, arithmetic, weight, rank, held_out, EVAL_STEPS)
 
@@ -293,8 +307,8 @@ def unit_check(model: nn.Module, config: HookConfig) -> Iterator[Check]:
     """At least two units, the root included, unless the YAML asks for one."""
     try:
         units = plan_units(model, config)
-    except ValueError as error:
-        yield Check("units", False, detail=str(error))
+    except Exception as error:  # the user's own function may raise anything
+        yield Check("units", False, detail=str(error) if isinstance(error, ValueError) else describe(error))
         return
     is_passed = bool(units) or config.fsdp_auto_wrap_policy == "NO_WRAP"
     yield Check("units", is_passed, detail=f"{len(units) + 1} units, the root included")

@@ -1,12 +1,22 @@
 """verify.py passes what is exact, catches every classic fault and names it; a dozen architectures are exact."""
 
 import json
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import architecture
+import cpu_ranks
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
+from exact_checks import Check
 from in_process import Run
 from launching import CONFIGS, RECIPES, ROOT, run
+from transformers import LlamaConfig
+from verify_arguments import exit_status, json_report, verdict
 from verify_worker import DOZEN
 
 SAMPLE = RECIPES / "sample" / "model"
@@ -119,6 +129,21 @@ def test_eval_loss_that_is_not_reduced_is_caught(results):
     assert "eval_loss differs" in check["detail"] and "gradient of" not in check["detail"]
 
 
+def test_loss_that_is_not_a_number_fails_its_run_and_the_other_checks_go_on(results):
+    checks = results["faults"]["NaN loss"]
+    assert set(failed(checks)) == {"fp32"} and "units" in checks
+    assert "loss is nan" in checks["fp32"]["detail"]
+
+
+def test_model_that_does_not_run_unsharded_is_not_said_to_train_wrongly(results):
+    checks = [Check(**values) for values in results["faults"]["does not run"].values()]
+    assert not any(check.can_run for check in checks if check.name in RUNS)
+    assert exit_status(checks) == 2
+    assert "could not be proved: the tiny model does not run (RuntimeError: needs pictures" in verdict(checks)
+    report = json.loads(json_report("m", "y", 2, checks))
+    assert not report["is_exact"] and "does not run" in report["error"] and set(RUNS) < set(report["not_proved"])
+
+
 def test_window_that_is_summed_in_bf16_is_held_against_such_a_sum(results):
     check = results["faults"]["deferred in bf16"]["dtypes, accumulation 3"]
     assert check["is_passed"] and check["errors"]["gradient"] <= 1e-6
@@ -147,7 +172,8 @@ def test_command_proves_lora_too_and_json_is_one_object(tmp_path):
     arguments = ("--model_name_or_path", SAMPLE, "--accelerate_config", CONFIGS / "mem_limit.yaml")
     code, output = verify(tmp_path, *arguments, "--use_peft", "--json")
     assert code == 0, output[-3000:]
-    report = json.loads(output.splitlines()[-1])
+    report = json.loads(output)
+    assert report["not_proved"] == ["needs a GPU"]
     assert report["is_exact"] and all(check["is_passed"] for check in report["checks"])
     assert "LoRA with dropout" in {check["name"] for check in report["checks"]}
 
@@ -183,7 +209,76 @@ def test_size_based_units_are_proved_at_the_scale_of_the_tiny_model(tmp_path):
         tmp_path, "--model_name_or_path", SAMPLE, "--accelerate_config", tmp_path / "size.yaml", "--num_processes", 3
     )
     assert code == 0, output[-3000:]
-    assert "trains exactly" in output
+    assert "trains exactly" in output and "on 3 ranks" in output
+
+
+def test_json_is_one_object_for_errors_too(tmp_path):
+    yaml_path = str(tmp_path / "no.yaml")
+    for arguments, message in ((("--bogus", 1), "unknown argument"), ((), "no.yaml")):
+        names = ("--model_name_or_path", SAMPLE, "--accelerate_config", yaml_path)
+        done = run([sys.executable, str(RECIPES / "verify.py"), *map(str, names), "--json", *map(str, arguments)])
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        assert done.returncode and len(lines) == 1
+        report = json.loads(lines[0])
+        assert message in report["error"] and not report["is_exact"]
+        assert (report["model"], report["yaml"]) == (str(SAMPLE), yaml_path)
+
+
+def test_small_vocabulary_is_drawn_from_without_its_special_tokens(tmp_path):
+    config = LlamaConfig(vocab_size=60, pad_token_id=59, bos_token_id=1, eos_token_id=[2, 41])
+    tokens = architecture.text_tokens(architecture.build_tiny_model(config)).tolist()
+    assert tokens == [40, *range(42, 59)]
+    architecture.check_architecture(config, packing=True)
+    large = architecture.text_tokens(architecture.build_tiny_model(LlamaConfig())).tolist()
+    assert large == list(range(67, 96))
+
+
+def test_model_that_cannot_be_built_small_is_refused_only_under_packing(monkeypatch):
+    def unknown(*_, **__):
+        raise KeyError("rope_kind")
+
+    monkeypatch.setattr(architecture, "build_tiny_model", unknown)
+    architecture.check_architecture(LlamaConfig(), packing=False)
+    with pytest.raises(ValueError, match=r"--packing: no tiny model could be built .*rope_kind.*leave --packing off"):
+        architecture.check_architecture(LlamaConfig(), packing=True)
+
+
+def skip_a_collective(_):
+    """Rank 1 never comes."""
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+def test_rank_that_skips_a_collective_ends_the_run(monkeypatch):
+    monkeypatch.setattr(cpu_ranks, "PATIENCE_S", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the call sets
+    started = time.monotonic()
+    assert cpu_ranks.run_on_cpu_ranks(skip_a_collective, None, 2) == 1
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
+    code = "import os, sys, time, cpu_ranks\n"
+    code += "def rank(_): open(f'{sys.argv[1]}/{os.getpid()}', 'w'); time.sleep(120)\n"
+    code += "cpu_ranks.run_on_cpu_ranks(rank, None, 2)"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=RECIPES)
+    end = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(ranks) == 2
+    parent.kill()
+    parent.wait()
+    time.sleep(1)
+    assert not any(is_running(rank) for rank in ranks)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and no zombie, which waits for a parent."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_quantized_weights_are_refused_with_what_to_use_instead(tmp_path):

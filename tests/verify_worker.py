@@ -125,6 +125,17 @@ def evaluation_of_own_rows(accelerator: object, model: nn.Module, batches: list)
     return evaluate(alone, model, batches)
 
 
+def loss_that_is_not_a_number(*arguments: object) -> tuple:
+    """A loss that stops training."""
+    loss, loss_sum = losses.micro_batch_loss(*arguments)
+    return loss, loss_sum * torch.nan
+
+
+def no_forward(self: nn.Module, **inputs: torch.Tensor) -> object:
+    """A tiny model that does not run."""
+    raise RuntimeError("needs pictures")
+
+
 evaluate = finetune.evaluate
 calls = [0]
 FAULTS = {
@@ -145,6 +156,7 @@ FAULTS = {
 FAULTS_OF_ONE_CASE = {  # found by the plain case as well as by any
     "NaN on one rank": mock.patch.object(finetune, "reshard_all", nan_on_one_rank),
     "wrong loss on one rank": mock.patch.object(command, "RecordingLog", WrongLogOfOneRank),
+    "NaN loss": mock.patch.object(finetune, "micro_batch_loss", loss_that_is_not_a_number),
     "evaluation not reduced": mock.patch.object(finetune, "evaluate", evaluation_of_own_rows),
 }
 
@@ -172,6 +184,8 @@ def work(out: str) -> None:
         calls[0] = 0
         with patch, mock.patch.object(command, "CASES", command.CASES[:1]):
             results["faults"][fault] = checks("llama", "default", unsharded)
+    with mock.patch.object(LlamaForCausalLM, "forward", no_forward):
+        results["faults"]["does not run"] = checks("llama", "default")
     results["faults"]["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
     cast_inputs = mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs)
     with cast_inputs:
