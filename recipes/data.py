@@ -84,7 +84,7 @@ def tokenize_window(
     options: tuple[int, str, bool, bool, bool],
     skip_bad_rows: bool,
 ) -> tuple[list[dict[str, list[int]]], Counter[str], list[str]]:
-    """Return (token rows of stream records, how many became what, problems); ValueError for these, or they are skipped."""
+    """Return (token rows of stream records, how many became what, problems); ValueError for these unless skipped."""
     batch = as_columns(records)
     indices = list(range(first_index, first_index + len(records)))
     made = tokenize_batch(batch, indices, tokenizer, columns, options)

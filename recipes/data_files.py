@@ -7,6 +7,7 @@ other rows' fields, and do not say which line was bad.
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from data_turns import FOREIGN
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
+BLANK = re.compile(r"\s*")
 LARGEST_FIELD = 2**30  # bytes of one CSV field
 PARQUET_BATCH = 1000  # rows held in memory at a time
 READER_VERSION = 2  # raise when a file would be read as other rows: cached ones are then read again
@@ -71,20 +73,49 @@ def lines_of(file: str) -> Iterator[tuple[int, str, str]]:
                 yield number, text, ""
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises KeyError if a key stands twice."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise KeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return row
+
+
 def parse(text: str) -> Any:
     """JSON in which no key stands twice. Raises ValueError for what is not, whatever its kind."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        row = dict(pairs)
-        if len(row) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-        return row
-
     try:
         return json.loads(text, object_pairs_hook=unique)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def array_items(text: str) -> Iterator[tuple[Any, str]]:
+    """(item, problem) of each item of a JSON array.
+
+    Raises:
+        ValueError: an item whose end cannot be told, and so none after it; names its row.
+    """
+    strict, lenient = json.JSONDecoder(object_pairs_hook=unique), json.JSONDecoder()
+    at, number, follows = text.index("[") + 1, 0, ","
+    if text[at:].strip() == "]":
+        return
+    while follows == ",":
+        at, number, problem = BLANK.match(text, at).end(), number + 1, ""
+        try:
+            try:
+                item, at = strict.raw_decode(text, at)
+            except KeyError as error:
+                (item, at), problem = lenient.raw_decode(text, at), error.args[0]
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"row {number}: {error}") from error
+        yield item, problem
+        at = BLANK.match(text, at).end()
+        follows, at = text[at : at + 1], at + 1
+    if follows != "]" or text[at:].strip():
+        raise ValueError(f"after row {number}: found {text[at - 1 : at + 40]!r}, expected a comma or the last bracket")
 
 
 def jsonl_rows(file: str) -> Iterator[tuple[str, Any, str]]:
@@ -116,14 +147,13 @@ def json_rows(file: str) -> Iterator[tuple[str, Any, str]]:
         first_line = text.lstrip().partition("\n")[0].strip()
         if text.strip() and not is_array and not first_line.endswith("}"):
             raise ValueError("found one object over several lines; expected an array of objects, or one per line")
-        rows = parse(text) if is_array else None
+        for number, (row, problem) in enumerate(array_items(text) if is_array else (), start=1):
+            wrong = "" if isinstance(row, dict) else f"is {type(row).__name__}, expected an object"
+            yield f"row {number}", row, f"is not JSON: {problem}" if problem else wrong
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    if rows is None:
+    if not is_array:
         yield from jsonl_rows(file)
-        return
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row, "" if isinstance(row, dict) else f"is {type(row).__name__}, expected an object"
 
 
 def csv_rows(file: str) -> Iterator[tuple[str, Any, str]]:

@@ -266,6 +266,13 @@ def test_what_cannot_be_meant_is_refused_by_name(row: dict[str, Any], message: s
 # --- sources
 
 
+def test_array_of_rows_is_read_as_a_whole_parse_reads_it(tmp_path: Path) -> None:
+    rows = [{"text": "[],{}\\" * i, "a": [i, {"b": None}], "c": 1.5e3, "d": "é\U0001f642"} for i in range(50)]
+    for indent, ascii_only in ((None, True), (2, False), ("\t", True)):
+        path = write(tmp_path, "a.json", " \n" + json.dumps(rows, indent=indent, ensure_ascii=ascii_only) + " \n")
+        assert read(path)[0] == rows
+
+
 def test_dates_numbers_and_nulls_stay_as_written(tmp_path: Path) -> None:
     rows = [{"text": "2024-01-31", "id": "007"}, {"text": "3.10", "id": None}, {"text": "b", "extra": {"a": [1]}}]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -282,6 +289,7 @@ def test_dates_numbers_and_nulls_stay_as_written(tmp_path: Path) -> None:
         ("a.jsonl", b'[{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json"),
         ("a.jsonl", b'[\n{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json"),
         ("a.json", b'[{"text": "a"}, 3]', r"row 2: is int, expected an object"),
+        ("a.json", b'[{"text": "a"},\n{"b": {"c": 1, "c": 2}} ]\n', r"row 2: is not JSON: the key 'c' stands twice"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line 1: is not JSON: the key 'text' stands twice"),
         ("a.csv", b"text,b\na,\xff\n", r"line 2: is not UTF-8"),
         ("a.csv", b"text,b\na,1,2\n", r"line 2: has another number of fields"),
@@ -305,7 +313,12 @@ def test_bad_file_names_line_and_finding_or_is_skipped_and_listed(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[{"text": "a"}', "cannot be read: "),
+        ("a.json", b'[{"text": "a"}', "cannot be read: after row 1: "),
+        ("a.json", b'[{"text": "a"} {"text": "b"}]', "cannot be read: after row 1: found '{"),
+        ("a.json", b'[{"text": "a"}, {"text": "b', "cannot be read: row 2: Unterminated string"),
+        ("a.json", b'[{"text": "a"},]', "cannot be read: row 2: Expecting value"),
+        ("a.json", b'[{"text": "a"}] x', "cannot be read: after row 1: "),
+        ("a.json", b"[" * 100_000, "cannot be read: row 1: "),
         ("a.json", b'[{"text": "\xff"}]', "cannot be read: .*utf-8"),
         ("a.json", b'{\n  "data": []\n}', "one object over several lines; expected an array"),
         ("a.csv", b'q,a\nQ1,A1\nQ2,"A2\nQ3,A3\n', "after line 2: cannot be read: unexpected end of data"),
