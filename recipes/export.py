@@ -12,6 +12,7 @@ import argparse
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that the model brings")
     parser.add_argument("--push_to_hub", metavar="REPO", help="upload the folder to this hub repository")
     arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant: one process
     try:
         export_checkpoint(**vars(arguments))
     except (ValueError, OSError, SafetensorError) as error:
