@@ -55,7 +55,12 @@ def render(
     text = template_text(example, tokenizer)
     check_complete(text, example, tokenizer)
     if not assistant_only_loss:
-        return text, [(0, len(text))]
+        is_assistant = [message["role"] == "assistant" for message in example.messages]
+        excluded = [out and answers for out, answers in zip(example.is_excluded, is_assistant)]
+        if not any(excluded):
+            return text, [(0, len(text))]
+        cut = turn_spans(text, replace(example, is_learnt=excluded), tokenizer)
+        return text, list(zip([0, *(end for _, end in cut)], [*(start for start, _ in cut), len(text)]))
     return text, marked_spans(text, example, tokenizer, ends) or turn_spans(text, example, tokenizer)
 
 

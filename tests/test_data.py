@@ -896,3 +896,15 @@ def test_starting_a_loader_leaves_the_random_state_alone() -> None:
     list(evaluation_batches(rows, 2, 0, 1, 0))
     next(training_steps(rows, 1, 2, 0, 1, seed=0, pad_token_id=0))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_turn_that_its_author_excludes_is_not_learnt_even_where_whole_chats_are() -> None:
+    tokenizer = toy_tokenizer(TEMPLATE)
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "secret", "weight": 0},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "fine"},
+    ]
+    (result,) = encode_all([read_chat(chat, None, "messages")], tokenizer, False, True)
+    assert learnt(*result[:2], tokenizer) == ["user:a</s>assistant:", "user:b</s>assistant:fine</s>"]
