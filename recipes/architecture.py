@@ -1,12 +1,14 @@
-"""What an architecture itself can do, measured on a whole tiny model in one process."""
+"""What an architecture itself is and can do, read from or measured on a whole model."""
 
+import copy
 import re
 
 import torch
 import torch.nn.functional as F
+from model_structure import is_norm, kept_in_fp32, num_parameters
 from shrink import TOKEN_ID, build_tiny_model, sub_configs
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 EQUAL = 1e-5  # relative; attention over another number of tokens adds in another order
 
@@ -103,3 +105,84 @@ def own_loss(model: nn.Module) -> str:
     if difference <= EQUAL:
         return "next-token cross-entropy, as the scripts train"
     return f"not next-token cross-entropy (off by {difference:.0e}); the scripts train next-token cross-entropy"
+
+
+def unsized_model(config: PreTrainedConfig) -> tuple[nn.Module | None, str]:
+    """The model in its real size, without memory for it (on the meta device); or None, and why it cannot be built."""
+    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})  # allowed when it was loaded
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=has_code), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def norms_by_name(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Modules that are norms by the name of their class, or only by their own; those that hold parameters."""
+    leaves = {
+        name: m for name, m in model.named_modules() if not any(m.children()) and any(True for _ in m.parameters())
+    }
+    by_class = {name for name, m in leaves.items() if re.search("norm", type(m).__name__, re.IGNORECASE)}
+    return by_class, {name for name in leaves if re.search("norm", name.rpartition(".")[2], re.IGNORECASE)} - by_class
+
+
+def strict_fp32_parameters(model: nn.Module) -> set[str]:
+    """Parameters that the library's own rule keeps in fp32, whatever dtype is asked for."""
+    patterns = {p for module in model.modules() for p in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    return {name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in patterns)}
+
+
+def balancing_weight(config: PreTrainedConfig) -> float:
+    """The factor of a mixture of experts' balancing loss, by its names in transformers' configs; 0 without one."""
+    text = config.get_text_config()
+    weights = [getattr(text, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef")]
+    return next((float(weight) for weight in weights if weight is not None), 0.0)
+
+
+@torch.no_grad()
+def balancing_term(model: nn.Module) -> float:
+    """The balancing loss as this model adds it to a loss, 0 where it has none."""
+    auxiliary = getattr(model(input_ids=draw(text_tokens(model), (2, 16)), use_cache=False), "aux_loss", None)
+    return 0.0 if auxiliary is None else balancing_weight(model.config) * float(auxiliary)
+
+
+@torch.no_grad()
+def lora_error(model: nn.Module, scale: float) -> tuple[str, float]:
+    """An adapted linear layer, and how far it is from adding scale * B A x; no name without such a layer."""
+    for name, layer in model.eval().named_modules():
+        if "default" in getattr(layer, "lora_A", ()) and isinstance(getattr(layer, "base_layer", None), nn.Linear):
+            x = torch.randn(3, layer.base_layer.in_features, generator=torch.Generator().manual_seed(3))
+            update = scale * x @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T
+            return name, ((layer(x) - layer.base_layer(x) - update).norm() / update.norm()).item()
+    return "", 0.0
+
+
+def norms_otherwise(model: nn.Module) -> set[str]:
+    """Modules that the hooks take for norms with parameters and their class name does not, or the reverse."""
+    found = {name for name, module in model.named_modules() if is_norm(module) and num_parameters(module)}
+    return found ^ norms_by_name(model)[0]
+
+
+def kept_otherwise(model: nn.Module) -> set[str]:
+    """Parameters that the hooks keep in fp32 and the library does not, or the reverse; and linear layers that compute
+    in it in the library only."""
+    modules, tensors = kept_in_fp32(model)
+    inside = {name for name, _ in model.named_parameters() if any(name.startswith(f"{m}.") for m in modules)}
+    strict = strict_fp32_parameters(model)
+    linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
+    return (strict ^ (inside | set(tensors))) | ((strict & linear) - inside)
+
+
+def set_buffer_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all floating-point buffers, in place."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+
+
+def scaled_threshold(min_num_params: int, tiny: nn.Module, whole: nn.Module | None) -> int:
+    """fsdp_min_num_params at the tiny model's scale; an eighth of it where the real size is not known."""
+    share = min_num_params / num_parameters(whole) if whole is not None else 1 / 8
+    return max(1, round(share * num_parameters(tiny)))

@@ -84,6 +84,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
+def agreement_group() -> dist.ProcessGroup:
+    """A group to agree in: a rank that failed may have left the others in a collective of the default one."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+
+
 def failed_alike(failure: str, what: str, group: dist.ProcessGroup) -> bool:
     """Whether all ranks failed. Where only some did, the others wait in a collective: they print it and exit."""
     failures: list[str | None] = [None] * dist.get_world_size()

@@ -1,9 +1,11 @@
 """The cases that a verification runs, the rows it runs them on, and how a result is judged and printed."""
 
+import dataclasses
 import math
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from exactness import (
     relative_error,
     weight_errors,
 )
+from hook_config import HookConfig
 
 STEPS, ROWS, LENGTH = 3, 2, 16  # LENGTH beyond the tiny model's sliding windows
 EVAL_STEPS = 2
@@ -77,10 +80,37 @@ CASES = (
     Case("dtypes, accumulation 3", recompute=True, is_policy=True, accumulation=3),
 )
 BALANCING_CASE = Case("balancing loss", recompute=True, accumulation=3, balances=True)
+BALANCING_LORA_CASE = Case("LoRA, balancing loss", recompute=True, accumulation=3, use_peft=True, balances=True)
 LORA_CASES = (
     Case("LoRA with dropout", recompute=True, accumulation=3, use_peft=True),
     Case("LoRA, the YAML's dtypes", recompute=True, is_policy=True, use_peft=True, accumulation=3),
 )
+
+
+def exact_config(config: HookConfig) -> HookConfig:
+    """The YAML in fp32, on any number of processes: what the checks run in unless they say otherwise."""
+    return dataclasses.replace(config, mixed_precision="no", hook_param_dtype="fp32", num_processes=None)
+
+
+def reference_key(case: Case, config: HookConfig) -> tuple:
+    """What an unsharded run depends on: neither wrapping nor recompute."""
+    dtypes = (config.hook_param_dtype, config.hook_reduce_dtype, config.hook_norm_dtype, config.hook_buffer_dtype)
+    defers = case.accumulation > 1 and not config.hook_reduce_every_micro_batch
+    return case.dropout, case.accumulation, case.use_peft, case.balances, dtypes, defers
+
+
+def config_of(case: Case, config: HookConfig, min_num_params: int) -> HookConfig:
+    """The YAML with what this case changes. A CPU has no fp16 (so bf16), and a tiny model needs a tiny threshold."""
+    recompute = case.recompute and (config.fsdp_activation_checkpointing or case.name == "fp32, recompute")
+    changes: dict[str, Any] = {"fsdp_activation_checkpointing": recompute, "hook_offload_optimizer": False}
+    if config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
+        changes["fsdp_min_num_params"] = min_num_params
+    if not case.is_policy:
+        exact = {"hook_param_dtype": "fp32", "hook_reduce_dtype": "fp32", "hook_norm_dtype": None}
+        return dataclasses.replace(config, **exact, hook_buffer_dtype=None, **changes)
+    half = {"hook_param_dtype", "hook_reduce_dtype", "hook_buffer_dtype"}
+    changes |= {key: "bf16" for key in half if getattr(config, key) == "fp16"}
+    return dataclasses.replace(config, **changes)
 
 
 def batches_of(rank: int, accumulation: int, tokens: torch.Tensor) -> list[list[Batch]]:
@@ -125,7 +155,7 @@ class RecordingLog:
 def compare(case: Case, found: Run, expected: Run, dtype: str, tolerance: float) -> Check:
     """Hold a sharded run against the reference; the detail names where it differs first. Every rank must call it."""
     gradients, weights = gradient_errors(found, expected), weight_errors(found, expected)
-    losses, norms, evaluations = scalar_errors(found, expected)
+    losses, norms, evaluations = scalars = scalar_errors(found, expected)
     worst = [largest(step.values()) for step in gradients]
     later = largest([*losses[1:], *worst[1:], *norms[1:], *evaluations])
     errors = {"loss": losses[0], "gradient": worst[0], "norm": norms[0], "later": later}
@@ -146,7 +176,7 @@ def compare(case: Case, found: Run, expected: Run, dtype: str, tolerance: float)
         details += [f"first module whose output differs: {', '.join(different) or 'none'}"]
         details += [f"{len(wrong)} gradients differ{last}"]
         if not is_later_exact:
-            details += later_differences(losses, norms, evaluations, gradients, later_limit)
+            details += later_differences(scalars, gradients, later_limit)
         details += [f"{len(far)} weights differ, such as {far[0]}"] if far else []
     elif not case.is_policy and expected.norms[0] <= case.arithmetic.max_grad_norm:
         details += [f"clipping is not proved: the norm is {expected.norms[0]:.1e}"]
@@ -165,14 +195,9 @@ def scalar_errors(found: Run, expected: Run) -> list[list[float]]:
     return errors
 
 
-def later_differences(
-    losses: list[float],
-    norms: list[float],
-    evaluations: list[float],
-    gradients: list[dict[str, float]],
-    limit: float,
-) -> list[str]:
+def later_differences(scalars: list[list[float]], gradients: list[dict[str, float]], limit: float) -> list[str]:
     """What is beyond the limit after the first step: the first such step, the tensor that is worst there."""
+    losses, norms, evaluations = scalars
     found = []
     for step in range(1, len(losses)):
         worst = max(gradients[step], key=lambda name: torch.inf if math.isnan(e := gradients[step][name]) else e)
@@ -204,12 +229,18 @@ def same_bits_check(runs: dict[Case, Run]) -> Iterator[Check]:
     yield Check("dropout masks of recompute", is_same, detail="" if is_same else "recompute draws another mask")
 
 
-def acting_checks(runs: dict[Case, Run]) -> Iterator[Check]:
-    """What should change a run and does not was not proved: a dropout or balancing loss that this model lacks."""
+def acting_checks(runs: dict[Case, Run], balancing_term: float) -> Iterator[Check]:
+    """What should change a run and does not: of a loss term that this model has, a fault; of a dropout that it lacks,
+    something that was not proved."""
     by_name = {case.name: run for case, run in runs.items()}
-    for name, plain in (("dropout, recompute", "fp32, recompute"), (BALANCING_CASE.name, "accumulation 3")):
+    for name, plain, term in (
+        ("dropout, recompute", "fp32, recompute", 0.0),
+        (BALANCING_CASE.name, "accumulation 3", balancing_term),
+    ):
         if name in by_name and plain in by_name and by_name[name].norms == by_name[plain].norms:
-            yield Check(f"{name} acts", True, False, detail="not proved: it changes nothing in this architecture")
+            text = f"the model adds {term:.1e} to the loss, and no gradient changes" if term else ""
+            text = text or "not proved: it changes nothing in this architecture"
+            yield Check(f"{name} acts", not term, bool(term), detail=text)
 
 
 def on_every_rank(value: bool) -> bool:
@@ -219,8 +250,8 @@ def on_every_rank(value: bool) -> bool:
     return bool(count)
 
 
-def gradient_check(reference: Run) -> Iterator[Check]:
+def gradient_check(reference: Run, name: str = "gradient in every tensor") -> Iterator[Check]:
     """Every trainable tensor has a gradient in the reference; one without cannot be proved."""
     without = [name for name, gradient in reference.gradients[0].items() if not gradient.any()]
     detail = f"{len(without)} tensors get no gradient from text, such as {without[0]}" if without else ""
-    yield Check("gradient in every tensor", not without, False, detail=detail)
+    yield Check(name, not without, False, detail=detail)

@@ -81,7 +81,7 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
     """Freeze the model and add LoRA adapters if --use_peft, made in fp32 from the current random state.
 
     Raises:
-        ValueError: --lora_target_modules matches nothing.
+        ValueError: --lora_target_modules matches nothing, or parameters whose adapters take no dropout.
     """
     if not arguments.use_peft:
         return model
@@ -98,6 +98,8 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             adapted = get_peft_model(model, config, revision=arguments.model_revision).train()
     except ValueError as error:
+        if "lora_dropout" in str(error):  # adapters of parameters that belong to no layer of their own (experts)
+            raise ValueError(f"--lora_dropout {arguments.lora_dropout}: {error} Use --lora_dropout 0.") from error
         raise ValueError(f"--lora_target_modules {' '.join(targets)}: {error}") from error
     if os.path.isdir(arguments.model_name_or_path):  # the adapter must find its base from anywhere
         adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(arguments.model_name_or_path)

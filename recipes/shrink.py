@@ -56,12 +56,12 @@ REQUIRED = {
 }
 
 
-def shrink_config(config: PreTrainedConfig, dropout: float = 0.0) -> PreTrainedConfig:
+def shrink_config(config: PreTrainedConfig, dropout: float = 0.0, keeps_layers: bool = False) -> PreTrainedConfig:
     """Return a changed deep copy of `config` that describes a tiny model with the same rules.
 
-    Layers are chosen so that every kind of layer the config has occurs at least twice. Every dropout the config has
-    becomes `dropout`; what skips whole layers or shakes routers is off, and so is the cache. Token ids from 67 to 95
-    are special in no default config of the library.
+    Layers are chosen so that every kind of layer the config has occurs at least twice, or all are kept. Every dropout
+    the config has becomes `dropout`; what skips whole layers or shakes routers is off, and so is the cache. Token ids
+    from 67 to 95 are special in no default config of the library.
     """
     tiny = copy.deepcopy(config)
     parts = [tiny, *sub_configs(tiny)]
@@ -69,7 +69,8 @@ def shrink_config(config: PreTrainedConfig, dropout: float = 0.0) -> PreTrainedC
     shrink_token_ids(parts)
     for part in parts:
         complete(part)
-        shrink_part(part, 2 * HIDDEN if vars(part).get("hidden_size") in global_widths else HIDDEN, dropout)
+        hidden = 2 * HIDDEN if vars(part).get("hidden_size") in global_widths else HIDDEN
+        shrink_part(part, hidden, dropout, keeps_layers)
     return tiny
 
 
@@ -117,10 +118,11 @@ def shrink_token_ids(parts: list[PreTrainedConfig]) -> None:
             setattr(part, name, new_ids.get(value, value))
 
 
-def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float) -> None:
+def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float, keeps_layers: bool) -> None:
     """Shrink one config in place, without those nested in it."""
     old = dict(vars(config))
-    shrink_layers(config, old)
+    if not keeps_layers:
+        shrink_layers(config, old)
     names = [
         n for n, v in old.items() if is_int(v) and not re.fullmatch(f"{LAYER_COUNT}|{LAYER_BOUNDARY}|{TOKEN_ID}", n)
     ]
@@ -222,14 +224,14 @@ def shrink_rope(config: PreTrainedConfig, old: dict[str, Any]) -> None:
 
 
 def build_tiny_model(
-    config: PreTrainedConfig, seed: int = 0, dropout: float = 0.0, as_given: bool = False
+    config: PreTrainedConfig, seed: int = 0, dropout: float = 0.0, as_given: bool = False, keeps_layers: bool = False
 ) -> nn.Module:
     """Return the causal LM of the shrunk config in fp32 and train mode, with weights that let every gradient through.
 
     Raises:
         ValueError: the library has no causal language model for this type of config.
     """
-    tiny = shrink_config(config, dropout)
+    tiny = shrink_config(config, dropout, keeps_layers)
     if as_given:  # an encoder stays one
         for name in ("is_decoder", "causal"):
             if name in vars(config):

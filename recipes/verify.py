@@ -9,7 +9,7 @@ norm, the weights. Prints a table; exits 1 if a check fails, naming the module t
 tiny model does not run even unsharded.
 
 To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
-shrink.py, shrink_layers.py, verify_arguments.py and a YAML.
+shrink.py, shrink_layers.py, structure_checks.py, verify_arguments.py and a YAML.
 """
 
 import dataclasses
@@ -17,18 +17,28 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import finetune
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from architecture import check_causal, own_loss, packed_isolation, text_tokens
+from architecture import (
+    balancing_term,
+    balancing_weight,
+    check_causal,
+    norms_by_name,
+    own_loss,
+    packed_isolation,
+    scaled_threshold,
+    set_buffer_dtype,
+    text_tokens,
+    unsized_model,
+)
 from checkpoint import START
-from cpu_ranks import PATIENCE_S, captured, describe, failed_alike, run_on_cpu_ranks
+from cpu_ranks import agreement_group, captured, describe, failed_alike, run_on_cpu_ranks
 from exact_checks import (
     BALANCING_CASE,
+    BALANCING_LORA_CASE,
     CASES,
     DEFERRED_TOLERANCE,
     EVAL_STEPS,
@@ -42,8 +52,11 @@ from exact_checks import (
     acting_checks,
     batches_of,
     compare,
+    config_of,
+    exact_config,
     gradient_check,
     held_out_of,
+    reference_key,
     same_bits_check,
 )
 from exactness import SEED, Run, is_inside, local, recorded_outputs, reference_run
@@ -55,16 +68,16 @@ from hook_activation_checkpointing import (
 from hook_config import HookConfig, read_hook_config
 from hook_wrap import apply_units, plan_units
 from launch import end, make_accelerator, make_device_mesh, stop_together
-from losses import auxiliary_weight
-from model_loading import add_adapters
-from model_structure import is_norm, kept_in_fp32, num_parameters
+from model_structure import kept_in_fp32
 from optimizer import make_optimizer, prepare
 from shrink import build_tiny_model
+from structure_checks import adapter_check, structure_checks
 from torch import nn
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedConfig
+from transformers import HfArgumentParser, PreTrainedConfig
 from utils import DTYPES, cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
 from verify_arguments import (
     VerifyArguments,
+    build_case,
     exit_status,
     json_report,
     load_model_config,
@@ -74,7 +87,8 @@ from verify_arguments import (
 )
 from wrap_report import check_against_plan, read_units
 
-PACKED = "packed documents"
+MAX_LAYERS = 48  # of a tiny model that keeps the number of layers
+PACKED, REAL_UNITS = "packed documents", "units at real size"
 
 
 def main() -> None:
@@ -100,8 +114,9 @@ def prove(arguments: VerifyArguments) -> None:
         config = read_hook_config(arguments.accelerate_config)
         model_config = load_model_config(arguments)
         check_causal(model_config)
+        build = tiny_builder(model_config, config)
         for case in (CASES[0], *(LORA_CASES[:1] if lora else ())):
-            build_case(model_config, case, lora)
+            build_case(build, case, lora)
     with stop_together():
         accelerator = make_accelerator(exact_config(config), 1.0)
     checks: list[Check] = []
@@ -124,37 +139,6 @@ def prove(arguments: VerifyArguments) -> None:
     sys.exit(exit_status(checks))
 
 
-def exact_config(config: HookConfig) -> HookConfig:
-    """The YAML in fp32, on any number of processes: what the checks run in unless they say otherwise."""
-    return dataclasses.replace(config, mixed_precision="no", hook_param_dtype="fp32", num_processes=None)
-
-
-def build_case(model_config: PreTrainedConfig, case: Case, lora: VerifyArguments | None) -> nn.Module:
-    """The tiny model of a case, its weights rounded to bf16 as a checkpoint's are where the YAML's dtypes are proved.
-
-    Raises:
-        ValueError: no such model can be built, or no such adapters.
-    """
-    try:
-        model = build_tiny_model(model_config, dropout=case.dropout)
-    except Exception as error:
-        raise ValueError(f"no tiny model could be built from this config: {type(error).__name__}: {error}") from error
-    if case.balances:
-        model.config.output_router_logits = True
-    if case.is_policy:
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.bfloat16()
-    if not case.use_peft:
-        return model
-    torch.manual_seed(SEED)
-    adapted = add_adapters(model, lora)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zero at the start: the gradient of lora_A would be zero too
-            nn.init.normal_(parameter, std=0.02)
-    return adapted
-
-
 def verify(
     model_config: PreTrainedConfig,
     config: HookConfig,
@@ -169,15 +153,19 @@ def verify(
     references = {} if references is None else references
     has_balancing = getattr(model_config.get_text_config(), "output_router_logits", None) is not None
     cases = [*CASES, *([BALANCING_CASE] if has_balancing else ()), *(LORA_CASES if lora is not None else ())]
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+    cases += [BALANCING_LORA_CASE] if has_balancing and lora is not None else []
+    build = tiny_builder(model_config, config)
+    group = agreement_group()
+    whole, cause = unsized_model(model_config)
+    min_num_params = scaled_threshold(config.fsdp_min_num_params, build(), whole)
     runs: dict[Case, Run] = {}
     for case in cases:
         failure, can_run = "", True
-        run_config = config_of(case, config, model_config)
-        key = reference_key(case, run_config)
+        run_config = config_of(case, config, min_num_params)
+        key = (*reference_key(case, run_config), build.keywords["keeps_layers"])
         try:
             if key not in references:
-                model = build_case(model_config, case, lora)
+                model = build_case(build, case, lora)
                 references[key] = reference_of(model, run_config, accelerator, case)
         except Exception as error:
             failure, can_run = f"the tiny model does not run ({describe(error)})", False
@@ -186,7 +174,8 @@ def verify(
                 continue
         try:
             if not failure:
-                runs[case] = sharded_run(build_case(model_config, case, lora), run_config, accelerator, case)
+                model = build_case(build, case, lora)
+                runs[case] = sharded_run(model, run_config, accelerator, case)
         except (Exception, SystemExit) as error:  # a model that cannot run is a finding, and the other checks go on
             accelerator.free_memory()
             failure = describe(error)
@@ -196,13 +185,36 @@ def verify(
         tolerance = TOLERANCE if config.hook_reduce_every_micro_batch else DEFERRED_TOLERANCE
         if run_config.hook_reduce_dtype == "bf16" and accelerator.num_processes > 2:
             tolerance = REDUCED_BF16_TOLERANCE
-        yield compare(case, runs[case], references[key], run_config.hook_param_dtype, tolerance)
+        check = compare(case, runs[case], references[key], run_config.hook_param_dtype, tolerance)
+        if case.use_peft and lora.lora_dropout and not model.peft_config["default"].lora_dropout:
+            check.detail = "; ".join(filter(None, (check.detail, "run with --lora_dropout 0, which its experts need")))
+        yield check
+        if case in (CASES[0], LORA_CASES[0]):
+            yield from gradient_check(
+                references[key], "gradient in every " + ("adapter" if case.use_peft else "tensor")
+            )
     yield from same_bits_check(runs)
-    yield from acting_checks(runs)
-    model = build_case(model_config, CASES[0], lora)
-    yield from unit_check(model, config_of(CASES[0], config, model_config))
-    if CASES[0] in runs:
-        yield from gradient_check(references[reference_key(CASES[0], config_of(CASES[0], config, model_config))])
+    experts = build_case(build, BALANCING_CASE, None) if BALANCING_CASE in runs else None
+    yield from acting_checks(runs, 0.0 if experts is None else balancing_term(experts))
+    yield from model_checks(config, build, lora, min_num_params, whole, cause)
+
+
+def model_checks(
+    config: HookConfig, build: partial, lora: VerifyArguments | None, limit: int, whole: nn.Module | None, cause: str
+) -> Iterator[Check]:
+    """What needs no training: units, what the hooks find in the model, what its architecture can do."""
+    if whole is None:
+        yield Check(REAL_UNITS, True, False, detail=f"not proved: the real model could not be built ({cause})")
+    else:
+        yield from unit_check(whole, config, REAL_UNITS)
+    model = build_case(build, CASES[0], None)
+    yield from unit_check(model, config_of(CASES[0], config, limit), "units")
+    if (config.hook_wrap_function or config.hook_checkpoint_function) and not build.keywords["keeps_layers"]:
+        detail = f"not proved: more than {MAX_LAYERS} layers, so that a function of the user meets other names here"
+        yield Check("the user's function", True, False, detail=detail)
+    yield from structure_checks(model, config.hook_norm_dtype is not None)
+    if lora is not None:
+        yield from adapter_check(build_case(build, LORA_CASES[0], lora), lora.lora_alpha / lora.lora_r)
     isolation = packed_isolation(model)
     yield Check(PACKED, isolation == "isolated", False, detail=isolation)
     yield Check("the model's own loss", True, False, detail=own_loss(model))
@@ -212,28 +224,11 @@ def verify(
         yield Check("needs a GPU", True, False, detail=f"not proved: {', '.join(keys)}")
 
 
-def reference_key(case: Case, config: HookConfig) -> tuple:
-    """What an unsharded run depends on: neither wrapping nor recompute."""
-    dtypes = (config.hook_param_dtype, config.hook_reduce_dtype, config.hook_norm_dtype, config.hook_buffer_dtype)
-    defers = case.accumulation > 1 and not config.hook_reduce_every_micro_batch
-    return case.dropout, case.accumulation, case.use_peft, case.balances, dtypes, defers
-
-
-def config_of(case: Case, config: HookConfig, model_config: PreTrainedConfig) -> HookConfig:
-    """The YAML with what this case changes. A CPU has no fp16 (so bf16), and a tiny model needs a tiny threshold."""
-    recompute = case.recompute and (config.fsdp_activation_checkpointing or case.name == "fp32, recompute")
-    changes: dict[str, Any] = {"fsdp_activation_checkpointing": recompute, "hook_offload_optimizer": False}
-    if config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
-        with torch.device("meta"):
-            whole = num_parameters(AutoModelForCausalLM.from_config(model_config))
-        share = num_parameters(build_tiny_model(model_config)) / whole
-        changes["fsdp_min_num_params"] = max(1, round(config.fsdp_min_num_params * share))
-    if not case.is_policy:
-        exact = {"hook_param_dtype": "fp32", "hook_reduce_dtype": "fp32", "hook_norm_dtype": None}
-        return dataclasses.replace(config, **exact, hook_buffer_dtype=None, **changes)
-    half = {"hook_param_dtype", "hook_reduce_dtype", "hook_buffer_dtype"}
-    changes |= {key: "bf16" for key in half if getattr(config, key) == "fp16"}
-    return dataclasses.replace(config, **changes)
+def tiny_builder(model_config: PreTrainedConfig, config: HookConfig) -> partial:
+    """Makes tiny models, with as many layers as the real one where a function of the user may name them."""
+    names_layers = bool(config.hook_wrap_function or config.hook_checkpoint_function)
+    num_layers = getattr(model_config.get_text_config(), "num_hidden_layers", None) or 0
+    return partial(build_tiny_model, model_config, keeps_layers=names_layers and num_layers <= MAX_LAYERS)
 
 
 def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case) -> Run:
@@ -259,18 +254,16 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
 
     optimizer.register_step_pre_hook(record_gradients)
     rank = accelerator.process_index
-    steps = iter(
-        [(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches_of(rank, case.accumulation, tokens)]
-    )
+    batches = batches_of(rank, case.accumulation, tokens)
+    steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches])
     # One evaluation in the middle, which must change nothing, and one at the end.
-    names = {"max_grad_norm": arithmetic.max_grad_norm, "logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0}
+    names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0}
     held_out, log = held_out_of(rank, tokens), RecordingLog()
-    options = types.SimpleNamespace(**names)
+    options = types.SimpleNamespace(max_grad_norm=arithmetic.max_grad_norm, **names)
     torch.manual_seed(SEED + rank)
     with recorded_outputs(model, run.outputs):
-        finetune.train(
-            accelerator, model, prepared, scheduler, steps, held_out, log, dict(START), None, [], options, config
-        )
+        parts = accelerator, model, prepared, scheduler, steps, held_out, log
+        finetune.train(*parts, dict(START), None, [], options, config)
     trained = [values for values in log.written if "loss" in values]
     run.losses = [values["loss"] for values in trained]
     run.norms = [values["grad_norm"] for values in trained]
@@ -285,7 +278,7 @@ def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator,
     tokens = text_tokens(model)
     per_rank = [batches_of(rank, case.accumulation, tokens) for rank in range(accelerator.num_processes)]
     steps = [list(micro_batches) for micro_batches in zip(*per_rank)]
-    norms = [name for name, module in model.named_modules() if is_norm(module)] if config.hook_norm_dtype else []
+    norms = norms_by_name(model)[0] if config.hook_norm_dtype else frozenset()
     kept = kept_in_fp32(model)[0] if config.hook_param_dtype != "fp32" else []
     dtypes = {"param_dtype": DTYPES[config.hook_param_dtype], "reduce_dtype": DTYPES[config.hook_reduce_dtype]}
     modules = {"fp32_norms": frozenset(norms), "fp32_modules": frozenset(kept) - frozenset(norms)}
@@ -297,21 +290,23 @@ def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator,
             parameter.data = parameter.data.float()
         elif not is_inside(name, stays):
             parameter.data = parameter.data.to(arithmetic.param_dtype)
-    cast_buffers(model, config)
+    if config.hook_buffer_dtype is not None:
+        set_buffer_dtype(model, DTYPES[config.hook_buffer_dtype])
     held_out = [batch for rank in range(accelerator.num_processes) for batch in held_out_of(rank, tokens)]
-    weight, rank = auxiliary_weight(model), accelerator.process_index
+    weight, rank = balancing_weight(model.config), accelerator.process_index
     return reference_run(model, steps, arithmetic, weight, rank, held_out, EVAL_STEPS)
 
 
-def unit_check(model: nn.Module, config: HookConfig) -> Iterator[Check]:
-    """At least two units, the root included, unless the YAML asks for one."""
+def unit_check(model: nn.Module, config: HookConfig, name: str) -> Iterator[Check]:
+    """At least two units, the root included, unless the YAML asks for one; and a plan of what is recomputed."""
     try:
         units = plan_units(model, config)
+        plan_activation_checkpointing(model, config)
     except Exception as error:  # the user's own function may raise anything
-        yield Check("units", False, detail=str(error) if isinstance(error, ValueError) else describe(error))
+        yield Check(name, False, detail=str(error) if isinstance(error, ValueError) else describe(error))
         return
     is_passed = bool(units) or config.fsdp_auto_wrap_policy == "NO_WRAP"
-    yield Check("units", is_passed, detail=f"{len(units) + 1} units, the root included")
+    yield Check(name, is_passed, detail=f"{len(units) + 1} units, the root included")
 
 
 if __name__ == "__main__":

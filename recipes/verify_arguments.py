@@ -1,14 +1,18 @@
-"""The command line of verify.py: its arguments, the config of the model they name, and how the answer is printed."""
+"""The command line of verify.py: its arguments, the tiny models that they ask for, and how the answer is printed."""
 
 import argparse
+import dataclasses
 import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from exact_checks import DROPOUT, Check
-from model_loading import check_not_quantized
+import torch
+from exact_checks import DROPOUT, Case, Check
+from model_loading import add_adapters, check_not_quantized
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 COLUMNS = ("loss", "gradient", "norm", "later", "weights")
@@ -46,6 +50,37 @@ def load_model_config(arguments: VerifyArguments) -> PreTrainedConfig:
         raise ValueError(f"--model_name_or_path {name}: no config could be loaded: {error}") from error
     check_not_quantized(config)
     return config
+
+
+def build_case(build: Callable[..., nn.Module], case: Case, lora: VerifyArguments | None) -> nn.Module:
+    """The tiny model of a case, its weights rounded to bf16 as a checkpoint's are where the YAML's dtypes are proved.
+
+    Raises:
+        ValueError: no such model can be built, or no such adapters.
+    """
+    try:
+        model = build(dropout=case.dropout)
+    except Exception as error:
+        raise ValueError(f"no tiny model could be built from this config: {type(error).__name__}: {error}") from error
+    if case.balances:
+        model.config.output_router_logits = True
+    if case.is_policy:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.bfloat16()
+    if not case.use_peft:
+        return model
+    torch.manual_seed(0)  # the same adapters on every rank, sharded and whole
+    try:
+        adapted = add_adapters(model, lora)
+    except ValueError as error:
+        if not lora.lora_dropout or "--lora_dropout 0" not in str(error):
+            raise
+        return build_case(build, case, dataclasses.replace(lora, lora_dropout=0.0))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # zero at the start: the gradient of lora_A would be zero too
+            nn.init.normal_(parameter, std=0.02)
+    return adapted
 
 
 def table(checks: list[Check]) -> list[str]:

@@ -50,6 +50,14 @@ def train_step(model: nn.Module) -> float:
     return loss.item()
 
 
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "jamba"])
+def test_all_layers_are_kept_on_demand(model_type):
+    given = CONFIG_MAPPING[model_type]()
+    tiny = shrink_config(given, keeps_layers=True)
+    assert tiny.num_hidden_layers == given.num_hidden_layers > 13
+    assert kinds(tiny) == kinds(given) and tiny.hidden_size == 64
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_kind_of_layer_occurs_twice_in_a_small_model(model_type):
     given = CONFIG_MAPPING[model_type]()

@@ -1,22 +1,28 @@
 """verify.py passes what is exact, catches every classic fault and names it; a dozen architectures are exact."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import architecture
 import cpu_ranks
 import pytest
+import structure_checks
 import torch
 import torch.distributed as dist
+import verify as verify_command
 import yaml
-from exact_checks import Check
+from exact_checks import LORA_CASES, Check
+from hook_config import read_hook_config
 from in_process import Run
 from launching import CONFIGS, RECIPES, ROOT, run
-from transformers import LlamaConfig
-from verify_arguments import exit_status, json_report, verdict
+from model_loading import add_adapters
+from transformers import CONFIG_MAPPING, LlamaConfig
+from verify_arguments import VerifyArguments, build_case, exit_status, json_report, verdict
 from verify_worker import DOZEN
 
 SAMPLE = RECIPES / "sample" / "model"
@@ -144,6 +150,12 @@ def test_model_that_does_not_run_unsharded_is_not_said_to_train_wrongly(results)
     assert not report["is_exact"] and "does not run" in report["error"] and set(RUNS) < set(report["not_proved"])
 
 
+def test_balancing_loss_that_changes_nothing_fails(results):
+    checks = results["faults"]["no balancing"]
+    assert checks["balancing loss"]["is_passed"]  # the reference has the same error
+    assert "no gradient changes" in failed(checks)["balancing loss acts"]["detail"]
+
+
 def test_window_that_is_summed_in_bf16_is_held_against_such_a_sum(results):
     check = results["faults"]["deferred in bf16"]["dtypes, accumulation 3"]
     assert check["is_passed"] and check["errors"]["gradient"] <= 1e-6
@@ -241,6 +253,69 @@ def test_model_that_cannot_be_built_small_is_refused_only_under_packing(monkeypa
     architecture.check_architecture(LlamaConfig(), packing=False)
     with pytest.raises(ValueError, match=r"--packing: no tiny model could be built .*rope_kind.*leave --packing off"):
         architecture.check_architecture(LlamaConfig(), packing=True)
+
+
+def test_hooks_that_take_no_norm_for_one_or_keep_nothing_in_fp32_are_caught(monkeypatch):
+    deepseek = architecture.build_tiny_model(CONFIG_MAPPING["deepseek_v3"]())
+    assert not any(check.detail for check in structure_checks.structure_checks(deepseek, True))
+    monkeypatch.setattr(architecture, "is_norm", lambda module: "Layer" in type(module).__name__)
+    monkeypatch.setattr(architecture, "kept_in_fp32", lambda model: ([], []))
+    wrong = {check.name: check for check in structure_checks.structure_checks(deepseek, True) if not check.is_passed}
+    assert set(wrong) == {"norms", "kept in fp32"}
+    assert "input_layernorm" in wrong["norms"].detail and "mlp.gate.weight" in wrong["kept in fp32"].detail
+
+
+def lora(**changes):
+    return VerifyArguments(str(SAMPLE), "", use_peft=True, **changes)
+
+
+def test_adapter_of_another_scale_is_caught():
+    build = partial(architecture.build_tiny_model, LlamaConfig())
+    adapted = build_case(build, LORA_CASES[0], lora(lora_alpha=8, lora_r=4))
+    for scale in (2.0, 2.1):
+        (check,) = structure_checks.adapter_check(adapted, scale)
+        assert check.is_passed == (scale == 2.0)
+
+
+def test_experts_are_adapted_without_dropout_and_the_error_says_how():
+    config = CONFIG_MAPPING["mixtral"]()
+    arguments = lora(lora_dropout=0.1)
+    build = partial(architecture.build_tiny_model, config)
+    try:
+        add_adapters(build(), arguments)
+    except ValueError as error:
+        assert "Use --lora_dropout 0." in str(error)
+    else:
+        pytest.fail("peft takes this dropout now: the message is needless")
+    assert build_case(build, LORA_CASES[0], arguments).peft_config["default"].lora_dropout == 0
+
+
+def model_checks(config, layers):
+    """Checks without training of a Llama with so many layers."""
+    model_config = LlamaConfig(num_hidden_layers=layers, hidden_size=256, intermediate_size=512)
+    build = verify_command.tiny_builder(model_config, config)
+    found = verify_command.model_checks(config, build, None, 1000, *architecture.unsized_model(model_config))
+    return build, {check.name: check for check in found}
+
+
+def test_units_are_planned_for_the_real_size_too():
+    config = read_hook_config(str(CONFIGS / "default.yaml"))
+    config = dataclasses.replace(config, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=10**9)
+    _, checks = model_checks(config, 4)
+    assert checks["units"].is_passed  # at the threshold of a tiny model
+    assert not checks["units at real size"].is_passed and "fsdp_min_num_params" in checks["units at real size"].detail
+
+
+def test_function_of_the_user_meets_the_layers_of_the_real_model(tmp_path):
+    (tmp_path / "mine.py").write_text("def tenth(model):\n    return [(['model.layers.9'], True)]\n")
+    config = read_hook_config(str(CONFIGS / "default.yaml"))
+    config = dataclasses.replace(config, hook_wrap_function=f"{tmp_path}/mine.py:tenth")
+    build, checks = model_checks(config, 12)
+    assert build().config.num_hidden_layers == 12
+    assert checks["units"].is_passed and checks["units at real size"].is_passed
+    build, checks = model_checks(config, 60)
+    assert build().config.num_hidden_layers == 4
+    assert "more than 48 layers" in checks["the user's function"].detail
 
 
 def skip_a_collective(_):

@@ -131,6 +131,17 @@ def loss_that_is_not_a_number(*arguments: object) -> tuple:
     return loss, loss_sum * torch.nan
 
 
+def run_without_balancing(configs: dict, accelerator: object) -> dict:
+    """A balancing loss that the model returns and the loop leaves out."""
+    cases = [case for case in command.CASES if case.name == "accumulation 3"]
+    with (
+        mock.patch.object(losses, "auxiliary_weight", lambda model: 0.0),
+        mock.patch.object(command, "CASES", cases),
+        mock.patch.object(command, "balancing_weight", lambda config: 0.0),  # as if both had the same error
+    ):
+        return {c.name: vars(c) for c in command.verify(CONFIG_MAPPING["mixtral"](), configs["default"], accelerator)}
+
+
 def no_forward(self: nn.Module, **inputs: torch.Tensor) -> object:
     """A tiny model that does not run."""
     raise RuntimeError("needs pictures")
@@ -186,6 +197,7 @@ def work(out: str) -> None:
             results["faults"][fault] = checks("llama", "default", unsharded)
     with mock.patch.object(LlamaForCausalLM, "forward", no_forward):
         results["faults"]["does not run"] = checks("llama", "default")
+    results["faults"]["no balancing"] = run_without_balancing(configs, accelerator)
     results["faults"]["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
     cast_inputs = mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs)
     with cast_inputs:
