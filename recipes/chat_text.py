@@ -52,7 +52,8 @@ def render(
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template; use prompt/completion or text columns, or another model")
     example = without_own_ends(example, tokenizer, ends)
-    text = template_text(example, tokenizer)
+    marked = marked_text(example, tokenizer) if assistant_only_loss else None
+    text = marked[0] if marked else template_text(example, tokenizer)
     check_complete(text, example, tokenizer)
     if not assistant_only_loss:
         is_assistant = [message["role"] == "assistant" for message in example.messages]
@@ -61,7 +62,8 @@ def render(
             return text, [(0, len(text))]
         cut = turn_spans(text, replace(example, is_learnt=excluded), tokenizer)
         return text, list(zip([0, *(end for _, end in cut)], [*(start for start, _ in cut), len(text)]))
-    return text, marked_spans(text, example, tokenizer, ends) or turn_spans(text, example, tokenizer)
+    spans = marked_spans(*marked, example, tokenizer, ends) if marked else []
+    return text, spans or turn_spans(text, example, tokenizer)
 
 
 def template_text(
@@ -133,6 +135,8 @@ def check_complete(text: str, example: Example, tokenizer: PreTrainedTokenizerBa
     fix = "use a template that writes it, or leave it out of the data"
     last_only = ", or learn the last answer only (--mask_history)"
     pieces = find_pieces(example)
+    if all(path[0] == "messages" and path[2] == "content" for path in pieces) and in_order(text, example, tokenizer):
+        return
     words = {path: WORD.format(n) for n, path in enumerate(pieces)}
     rendered = template_text(put(example, words), tokenizer)
     for path, word in words.items():
@@ -150,28 +154,48 @@ def check_complete(text: str, example: Example, tokenizer: PreTrainedTokenizerBa
                 )
 
 
-def marked_spans(text: str, example: Example, tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]) -> Spans:
-    """Spans of the template's {% generation %} blocks, each with the end token that follows it; none without blocks."""
+def in_order(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether each content stands in the text after the one before, and not in the template: then none is left out."""
+    at, template = 0, tokenizer.get_chat_template(tools=example.tools)
+    for message in example.messages:
+        content = message["content"].strip()
+        if content in template:
+            return False
+        at = text.find(content, at) + len(content)
+        if at < len(content):
+            return False
+    return True
+
+
+def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans] | None:
+    """(the chat, the spans of its {% generation %} blocks), None for a template without blocks."""
     template = tokenizer.get_chat_template(tools=example.tools)
     if not HAS_MARKERS.search(template):
-        return []
-    (rendered,), (found,) = render_jinja_template(
+        return None
+    (text,), (found,) = render_jinja_template(
         conversations=[example.messages],
         tools=example.tools,
         chat_template=template,
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
-    if rendered != text:
-        raise ValueError("the chat template renders its generation markers as another text; cannot mask it")
+    return text, found
+
+
+def marked_spans(
+    text: str, found: Spans, example: Example, tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]
+) -> Spans:
+    """The template's {% generation %} blocks that are learnt, each with the end token that follows it."""
     answers = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
     if len(found) != len(answers):
         raise ValueError(
             f"the chat template marks {len(found)} answers, but the chat has {len(answers)}; cannot mask it"
         )
-    # A token with which the chat or an answer's header begins is no end, even where it follows an answer.
-    prompt = template_text(example, tokenizer, has_prompt=True).removeprefix(text)
-    ends = tuple(token for token in ends if not prompt.lstrip().startswith(token) or token == tokenizer.eos_token)
+    eos = tokenizer.eos_token
+    if not eos or not all(end_of_turn(text, start, end, (eos,)) for start, end in found):
+        # A token with which the chat or an answer's header begins is no end, even where it follows an answer.
+        prompt = template_text(example, tokenizer, has_prompt=True).removeprefix(text)
+        ends = tuple(token for token in ends if not prompt.lstrip().startswith(token) or token == eos)
     return [
         (start, max(end, end_of_turn(text, start, end, ends) or len(lone_turn(text, example, tokenizer, i))))
         for (start, end), i in zip(found, answers)

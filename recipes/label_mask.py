@@ -92,7 +92,9 @@ def tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list
         encoded = encode_untrimmed([texts[index] for index in chosen], tokenizer, not writes_begin)
         for index, token_ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"]):
             ids, (starts, ends) = np.asarray(token_ids), np.asarray(offsets).reshape(-1, 2).T
-            is_own = (starts < ends) | ~np.isin(ids, tokenizer.all_special_ids) | (np.arange(len(ids)) == 0)
+            is_own = starts < ends
+            if not is_own.all():
+                is_own |= ~np.isin(ids, tokenizer.all_special_ids) | (np.arange(len(ids)) == 0)
             results[index] = ids[is_own], starts[is_own], ends[is_own]
     return results
 
