@@ -31,9 +31,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
+from utils import DTYPES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+NAMED_DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint-STEP folder of a run")
     parser.add_argument("--output_dir", type=Path, required=True, help="a new folder")
     parser.add_argument("--merge_adapter", action="store_true", help="add a LoRA adapter to its base's weights")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; without it the base model's")
+    parser.add_argument("--dtype", choices=NAMED_DTYPES, help="of the weights; without it the base model's")
     parser.add_argument("--max_shard_size", default="5GB", help="of one safetensors file")
     parser.add_argument("--model_name_or_path", help="the base model, if it moved since the run")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that the model brings")
@@ -81,7 +81,7 @@ def export_checkpoint(
         raise ValueError(f"--merge_adapter: {checkpoint} holds a whole model, there is no adapter to merge.")
     model = meta_model(run)
     as_run = None if run.dtype == "auto" else run.dtype
-    dtype = DTYPES[dtype or as_run] if dtype or as_run else model.config.dtype or torch.float32
+    dtype = NAMED_DTYPES[dtype or as_run] if dtype or as_run else model.config.dtype or torch.float32
     limit = read_size(max_shard_size)
     if push_to_hub:  # before the work: the name or the token may be wrong
         HfApi().create_repo(push_to_hub, exist_ok=True, private=True)

@@ -9,7 +9,7 @@ norm, the weights. Prints a table; exits 1 if a check fails, naming the module t
 tiny model does not run even unsharded.
 
 To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
-shrink.py, shrink_layers.py, structure_checks.py, verify_arguments.py and a YAML.
+shrink.py, shrink_layers.py, structure_checks.py, verify_arguments.py, verify_report.py and a YAML.
 """
 
 import dataclasses
@@ -75,16 +75,8 @@ from structure_checks import adapter_check, structure_checks
 from torch import nn
 from transformers import HfArgumentParser, PreTrainedConfig
 from utils import DTYPES, cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
-from verify_arguments import (
-    VerifyArguments,
-    build_case,
-    exit_status,
-    json_report,
-    load_model_config,
-    print_json,
-    table,
-    verdict,
-)
+from verify_arguments import VerifyArguments, build_case, load_model_config
+from verify_report import exit_status, json_report, print_json, table, verdict
 from wrap_report import check_against_plan, read_units
 
 MAX_LAYERS = 48  # of a tiny model that keeps the number of layers

@@ -22,6 +22,7 @@ import yaml
 from cpu_ranks import run_on_cpu_ranks
 from in_process import Faults, Run, finetune_in_process
 from launching import CONFIGS, RECIPES, ROOT, clean_environment
+from resume import load_tensors
 from run_folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -455,6 +456,18 @@ def test_other_model_stops_the_run(rows, whole, tmp_path):
     model.save_pretrained(other)
     _, done = resumed(whole, 4, tmp_path, common(rows, model=other))
     assert done.codes == [1, 1] and done.output.count("the config of") == 1
+
+
+def test_other_tensors_are_named_and_none_is_loaded(whole):
+    assert run_on_cpu_ranks(load_other_tensors, whole / "checkpoint-4" / "model", 2) == 0
+
+
+def load_other_tensors(folder):
+    """Each rank: tensors that the checkpoint does not hold."""
+    tensors = {"other.weight": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"holds other tensors than this model: .* \(\d+ differ\)"):
+        load_tensors(tensors, folder)
+    assert not tensors["other.weight"].any()
 
 
 def test_other_frozen_weights_stop_the_run(rows, tmp_path):

@@ -22,7 +22,8 @@ from in_process import Run
 from launching import CONFIGS, RECIPES, ROOT, run
 from model_loading import add_adapters
 from transformers import CONFIG_MAPPING, LlamaConfig
-from verify_arguments import VerifyArguments, build_case, exit_status, json_report, verdict
+from verify_arguments import VerifyArguments, build_case
+from verify_report import exit_status, json_report, verdict
 from verify_worker import DOZEN
 
 SAMPLE = RECIPES / "sample" / "model"
