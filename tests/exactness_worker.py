@@ -148,7 +148,7 @@ def built_model(tied: bool, dtype: str, training: str) -> torch.nn.Module:
     model.config.use_cache = False
     model = model.to(DTYPES[dtype])
     arguments = FinetuneArguments(model_name_or_path="", use_peft=training == "lora", lora_r=4, lora_alpha=8)
-    arguments.lora_dropout = 0.1
+    arguments.lora_dropout, arguments.lora_target_modules = 0.1, ["q_proj", "v_proj", "down_proj"]
     model = add_adapters(model.train(), arguments)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at the start: the gradient of lora_A would be zero too
@@ -157,17 +157,19 @@ def built_model(tied: bool, dtype: str, training: str) -> torch.nn.Module:
 
 
 def make_batches(cell: Cell, rank: int, world_size: int) -> list[list[dict[str, torch.Tensor]]]:
-    """Steps of micro-batches, uneven on purpose: few labels here, many there, and none in the last rank's last one."""
+    """Steps of micro-batches, uneven on purpose: few labels here, many there, none in the last rank's last one, and
+    each window one micro-batch shorter than the one before."""
     steps = []
     for step in range(STEPS):
         micro_batches = []
-        for micro in range(cell.accumulation):
+        accumulation = max(1, cell.accumulation - step)
+        for micro in range(accumulation):
             generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
             ids = torch.randint(1, 96, (2, 12), generator=generator)
             labels = ids.clone()
             labels[0, : 9 if rank == 0 else 3] = -100
             labels[1, 8:] = -100
-            if world_size > 1 and rank == world_size - 1 and micro == cell.accumulation - 1 and cell.accumulation > 1:
+            if world_size > 1 and rank == world_size - 1 and micro == accumulation - 1 and accumulation > 1:
                 labels[:] = -100
             micro_batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
         steps.append(micro_batches)
@@ -627,6 +629,7 @@ def collectives_of(model: torch.nn.Module, is_chunked: bool = False) -> list[int
 def main() -> None:
     out_path, *wraps = sys.argv[1:]
     gc.freeze()  # the imported libraries are never garbage; looking through them would cost more than a cell
+    gc.disable()  # each cell collects once, at its end
     finetune.memory = finetune_mem_limit.memory = lambda device: {
         "live_tensors_gib": 0.0
     }  # counting live tensors costs more than a tiny step
@@ -659,12 +662,13 @@ def main() -> None:
         elif without in references:
             entry["same_bits_as_without_recompute"] = same_bits(found, references[without])
         results["cells"][cell.name] = entry
+    if wraps == ["chunked"]:
+        results |= run_chunked(base, accelerator)
     if not wraps or wraps == ["extras"]:
         results["faults"] = run_faults(base, accelerator)
         results["fp16"] = run_fp16(base, accelerator)
         results["evaluation"] = run_evaluation(base, accelerator)
         results["collectives"] = count_collectives(base, accelerator)
-        results["chunked"] = run_chunked(base, accelerator)
         results["non_finite"] = run_non_finite(base, accelerator)
         results["generated_lengths"] = run_generation(base, accelerator)
         results["buffers"] = run_buffers(base, accelerator)

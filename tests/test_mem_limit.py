@@ -13,6 +13,7 @@ from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES
 from losses import micro_batch_loss
 from shrink import build_tiny_model
+from test_exactness import check_cell, launch_worker
 from transformers import CONFIG_MAPPING
 
 CHUNK = 7
@@ -59,6 +60,23 @@ def test_chunked_loss_and_gradients_are_those_of_the_plain_loss(family):
     assert all((found[name] - gradient).norm() <= 1e-5 * largest for name, gradient in expected.items())
     with torch.no_grad():  # without labels it is the model it was
         assert torch.equal(chunked.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return launch_worker(tmp_path_factory.mktemp("chunked") / "results.json", "chunked")
+
+
+def test_loss_in_chunks_is_as_exact_as_the_plain_loss(sharded):
+    """2 processes. In bf16 with LoRA the head is frozen, so nothing is rounded once more."""
+    assert len(sharded["cells"]) == 6
+    for name, cell in sharded["cells"].items():
+        check_cell(name, cell, later=5)
+
+
+def test_loss_in_chunks_gathers_the_head_no_more_often(sharded):
+    for plain, chunked in sharded["collectives"].values():
+        assert plain == chunked
 
 
 @pytest.mark.parametrize("family", ["bert", "rwkv"])
