@@ -107,7 +107,8 @@ def encode_untrimmed(
     given = core.post_processor
     core.post_processor = untrimmed(given)
     try:
-        return tokenizer(texts, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
+        unused = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        return tokenizer(texts, add_special_tokens=add_special_tokens, return_offsets_mapping=True, **unused)
     finally:
         core.post_processor = given
 
