@@ -70,9 +70,8 @@ def template_text(
     example: Example, tokenizer: PreTrainedTokenizerBase, stop: int | None = None, has_prompt: bool = False
 ) -> str:
     """What the template writes for the turns before `stop`; has_prompt: with its generation prompt."""
-    return tokenizer.apply_chat_template(
-        example.messages[:stop], tools=example.tools, tokenize=False, add_generation_prompt=has_prompt
-    )
+    turns, options = example.messages[:stop], {"tools": example.tools, **example.template_options}
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=has_prompt, **options)
 
 
 def without_own_ends(example: Example, tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]) -> Example:
@@ -177,7 +176,7 @@ def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[s
         tools=example.tools,
         chat_template=template,
         return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
+        **{**tokenizer.special_tokens_map, **example.template_options},
     )
     return text, found
 

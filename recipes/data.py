@@ -25,7 +25,7 @@ MAX_LOST = 0.1  # share of rows that may lose their whole answer to max_length w
 NO_END = "the model will not learn to stop; check the chat template and the tokenizer's eos_token"
 SHOWN, LISTED = 5, 100  # bad rows that an error shows, and that --skip_bad_rows lists
 BATCH = 500
-VERSION = 3  # raise when the same row would be tokenised in another way: cached results are then made again
+VERSION = 4  # raise when the same row would be tokenised in another way: cached results are then made again
 
 
 def tokenize_rows(

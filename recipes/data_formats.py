@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_turns import as_json, flags_of_turns, kind_of, read_tools, read_turn, role_of
+from data_turns import as_json, flags_of_turns, kind_of, read_template_options, read_tools, read_turn, role_of
 
 # Columns of each format, in the order in which they are looked for.
 FORMATS = {
@@ -26,7 +26,7 @@ class Example:
     """A chat (messages and, for each, whether it is learnt), or a prompt and its completion; a text has no prompt.
 
     `is_excluded` tells the turns that their author forbids to learn from those that are no answer: where whole chats
-    are learnt, the former still are not.
+    are learnt, the former still are not. `template_options` are the row's own variables for the chat template.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -35,6 +35,7 @@ class Example:
     prompt: str = ""
     completion: str = ""
     is_excluded: list[bool] = field(default_factory=list)
+    template_options: dict[str, Any] = field(default_factory=dict)
 
 
 def row_of(record: dict[str, Any], index: int, columns: dict[str, str]) -> tuple[dict[str, Any], str, str]:
@@ -97,7 +98,18 @@ def beside(row: dict[str, Any]) -> str:
 
 
 def read_example(row: dict[str, Any], row_format: str, has_chat_template: bool) -> Example:
-    """Return what a row means. Instructions become a chat where the tokenizer has a template, else a pair.
+    """Return what a row means, with what its chat_template_kwargs ask of the template (as in TRL).
+
+    Raises:
+        ValueError: a row that cannot be read; says which column or turn.
+    """
+    example = read_columns_of(row, row_format, has_chat_template)
+    example.template_options = read_template_options(row)
+    return example
+
+
+def read_columns_of(row: dict[str, Any], row_format: str, has_chat_template: bool) -> Example:
+    """A row by its format. Instructions become a chat where the tokenizer has a template, else a pair.
 
     Raises:
         ValueError: a column or turn that is missing, empty, of another type or of an unknown role; says which.

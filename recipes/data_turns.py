@@ -1,7 +1,10 @@
 """One turn of a chat as templates expect it, and whether its author wants it learnt."""
 
 import json
+from inspect import signature
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 # Foreign names of the four roles that chat templates know; upper and lower case are the same.
 ROLES = {
@@ -22,6 +25,8 @@ LEARNT_IF_TRUE = (
 LEARNT_IF_FALSE = ("masked",)
 UNCLEAR = "mask"
 PER_TURN_COLUMNS = ("loss_mask", "train_mask", "weights", *LEARNT_IF_FALSE)
+# What the template's caller sets itself: no row may.
+OWN_OPTIONS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "conversations", "messages"}
 FOREIGN = "_no_json"  # the one key of what stands for a value that JSON cannot hold: the name of its type
 
 
@@ -169,6 +174,18 @@ def read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"tools is {kind_of(tools)}; expected a list of objects")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def read_template_options(row: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that a row sets, such as enable_thinking: an object, or a JSON string of one."""
+    options = row.get("chat_template_kwargs") or {}
+    options = as_json(options, "chat_template_kwargs") if isinstance(options, str) else options
+    if not isinstance(options, dict):
+        raise ValueError(f"chat_template_kwargs is {kind_of(options)}; expected an object")
+    own = sorted(OWN_OPTIONS & options.keys())
+    if own:
+        raise ValueError(f"chat_template_kwargs holds {own[0]!r}, which the row's other columns and the masks decide")
+    return options
 
 
 def as_json(text: str, what: str) -> Any:

@@ -175,6 +175,35 @@ def test_template_without_generation_markers_still_learns_the_answers() -> None:
     assert ids.count(tokenizer.eos_token_id) == 2
 
 
+MOOD = "{% if mood is defined %}{{ mood + '</s>' }}{% endif %}"
+MARKED_TEMPLATE = TEMPLATE.replace(
+    "{{ m['role'] + ':' + m['content'] + '</s>' }}",
+    "{{ m['role'] + ':' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '</s>' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] + '</s>' }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
+@pytest.mark.parametrize("options", [{"mood": "calm"}, '{"mood": "calm"}'])
+def test_row_sets_variables_of_the_template(template: str, options: dict | str) -> None:
+    tokenizer = toy_tokenizer(MOOD + template)
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    plain, _ = tokenize([{"messages": messages}], tokenizer)
+    (row,), _ = tokenize([{"messages": messages, "chat_template_kwargs": options}], tokenizer)
+    assert tokenizer.decode(row["input_ids"]) == "calm</s>" + tokenizer.decode(plain[0]["input_ids"])
+    assert learnt(row["input_ids"], row["labels"], tokenizer) == ["cd</s>"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [(["a"], "is list; expected an object"), ({"add_generation_prompt": True}, "holds 'add_generation_prompt'")],
+)
+def test_variables_that_are_no_object_or_are_ours_to_set_name_their_row(options: Any, problem: str) -> None:
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    with pytest.raises(ValueError, match=f"row 1: chat_template_kwargs {problem}"):
+        tokenize([{"messages": messages, "chat_template_kwargs": options}], toy_tokenizer(TEMPLATE))
+
+
 # --- the end of a turn
 
 HEADERS = "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
