@@ -87,7 +87,7 @@ def check_data_arguments(arguments: Any) -> list[str]:
             "--validation_split_percentage: the length of a stream is not known"
         )
     if arguments.packing and arguments.group_by_length:
-        problems.append("--group_by_length has nothing to do under --packing; leave one out")
+        problems.append("--group_by_length has nothing to do under --packing; leave one out (--no_packing)")
     if arguments.truncation_mode not in TRUNCATION_MODES:
         modes = ", ".join(TRUNCATION_MODES)
         problems.append(f"--truncation_mode: found {arguments.truncation_mode}, allowed: {modes}")

@@ -109,7 +109,42 @@ class FinetuneArguments:
     check_hashes: bool = field(default=False, metadata={"help": "Read all files of the checkpoint before loading it."})
 
 
-def parse_arguments(argv: list[str] | None = None, sample_dir: Path | None = None) -> FinetuneArguments:
+@dataclass
+class PerformanceArguments(FinetuneArguments):
+    """Fine-tune a causal language model with FSDP2, for tokens per second."""
+
+    packing: bool = field(default=True, metadata={"help": "Several documents per row, each seeing only itself."})
+    async_save: bool = field(default=True, metadata={"help": "Train on while a copy of the state is written."})
+    torch_compile: bool = field(default=False, metadata={"help": "Compile each block."})
+    use_liger_kernel: bool = field(default=False, metadata={"help": "Liger's kernels (pip install liger-kernel)."})
+
+
+@dataclass
+class MemLimitArguments(FinetuneArguments):
+    """Fine-tune a causal language model with FSDP2, where memory is the limit."""
+
+    auto_find_batch_size: bool = field(
+        default=False, metadata={"help": "Start with a step's rows as one micro-batch, and halve it until it fits."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.auto_find_batch_size:
+            self.per_device_train_batch_size *= self.gradient_accumulation_steps
+            self.gradient_accumulation_steps = 1
+
+
+KINDS = {
+    "finetune.py": FinetuneArguments,
+    "finetune_performance.py": PerformanceArguments,
+    "finetune_mem_limit.py": MemLimitArguments,
+}
+
+
+def parse_arguments(
+    argv: list[str] | None = None,
+    sample_dir: Path | None = None,
+    kind: type[FinetuneArguments] = FinetuneArguments,
+) -> FinetuneArguments:
     """Parse the command line; a file of arguments gives defaults that the command line overrides.
 
     Where neither a model nor a data set is named and `sample_dir` exists, both and the file come from there.
@@ -120,14 +155,14 @@ def parse_arguments(argv: list[str] | None = None, sample_dir: Path | None = Non
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and not argv[0].startswith("-") and argv[0].endswith((".yaml", ".yml", ".json")):
         argv = ["--config", *argv]  # as transformers' examples take it
-    parser = QuietParser(FinetuneArguments, allow_abbrev=False)
+    parser = QuietParser(kind, allow_abbrev=False)
     first = parser.parse(argv)
-    from_file = read_arguments_file(first.config) if first.config else []
+    from_file = read_arguments_file(first.config, kind) if first.config else []
     named = parser.parse([*from_file, *argv])
     names_nothing = named.model_name_or_path is None and named.dataset_name is None
     if names_nothing and sample_dir is not None and sample_dir.is_dir():
         sample = ["--model_name_or_path", str(sample_dir / "model"), "--dataset_name", str(sample_dir / "data")]
-        from_file = [*read_arguments_file(str(sample_dir / "arguments.yaml")), *sample, *from_file]
+        from_file = [*read_arguments_file(str(sample_dir / "arguments.yaml"), kind), *sample, *from_file]
     arguments = parser.parse([*from_file, *argv])
     problems = check_arguments(arguments)
     if problems:
@@ -157,15 +192,18 @@ class QuietParser(HfArgumentParser):
 
 
 def closest(word: str, prefix: str = "") -> str:
-    """An unknown argument with the closest known one, or with the YAML's key for it."""
+    """An unknown argument with the script that has it, the YAML's key for it, or the closest known one."""
     name = word.split("=")[0].removeprefix(prefix)
+    others = [script for script, kind in KINDS.items() if name in {argument.name for argument in fields(kind)}]
+    if others:
+        return f"{word} (an argument of {others[0]})"
     if name in IN_THE_YAML:
         return f"{word} (set {IN_THE_YAML[name]} in the Accelerate YAML)"
     close = difflib.get_close_matches(name, [argument.name for argument in fields(FinetuneArguments)], n=1)
     return word + (f" (did you mean {prefix}{close[0]}?)" if close else "")
 
 
-def read_arguments_file(path: str) -> list[str]:
+def read_arguments_file(path: str, kind: type[FinetuneArguments] = FinetuneArguments) -> list[str]:
     """Read a YAML or JSON file of arguments as command-line words, so that its values pass the same checks.
 
     Raises:
@@ -180,7 +218,7 @@ def read_arguments_file(path: str) -> list[str]:
         raise ValueError(f"{path} is not readable: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `name: value` lines, found {type(values).__name__}.")
-    known = {argument.name: argument for argument in fields(FinetuneArguments)}
+    known = {argument.name: argument for argument in fields(kind)}
     unknown = [closest(str(name)) for name in values if name not in known]
     if unknown:
         raise ValueError(f"{path}: unknown argument {'; '.join(unknown)}.")

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from losses import IGNORE_INDEX
+from accelerate import Accelerator
+from losses import IGNORE_INDEX, num_label_tokens
 from packing import collate_packed, length_grouped_order
 from torch.utils.data import DataLoader, Dataset
 
@@ -105,6 +106,27 @@ def training_steps(
                 position = {"epoch": epoch + 1, "rows_seen": 0}
             yield [next(batches) for _ in step], position
         epoch, rows_seen = epoch + 1, 0
+
+
+def send_ahead(
+    accelerator: Accelerator, step: tuple[list[dict[str, torch.Tensor]], dict[str, int]]
+) -> tuple[list[dict[str, torch.Tensor]], dict[str, int], torch.Tensor]:
+    """A step's micro-batches on the device, their position, and [label tokens, tokens] of all ranks, on the device too.
+
+    Nothing here waits for the device: batches go from pinned memory, and the counts are summed over ranks there.
+    """
+    micro_batches, position = step
+    counts = [
+        sum(num_label_tokens(b["labels"]) for b in micro_batches),
+        sum(b["labels"].numel() for b in micro_batches),
+    ]
+
+    def send(values: torch.Tensor) -> torch.Tensor:
+        pinned = values if accelerator.device.type == "cpu" else values.pin_memory()
+        return pinned.to(accelerator.device, non_blocking=True)
+
+    sent = [{name: send(values) for name, values in batch.items()} for batch in micro_batches]
+    return sent, position, accelerator.reduce(send(torch.tensor(counts)))
 
 
 def collate_rows(

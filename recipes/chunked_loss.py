@@ -72,7 +72,7 @@ def check_head(root: nn.Module, head: nn.Module | None) -> None:
         ) from error
 
 
-def micro_batch_loss_in_chunks(
+def micro_batch_loss(
     model: nn.Module, batch: dict[str, torch.Tensor], step_label_tokens: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """losses.micro_batch_loss for a model of compute_loss_in_chunks."""

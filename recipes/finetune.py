@@ -9,8 +9,8 @@ Without a model and a data set it trains the embedded sample. The YAML says what
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
 To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, checkpoint.py, data.py,
-data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, greedy_answers.py, hf_folder.py,
-hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py, launch.py,
+data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, evaluation.py, greedy_answers.py,
+hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py, launch.py,
 launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py, optimizer.py, packing.py,
 prepare_data.py, resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py, streaming.py,
 training_state.py, utils.py, wrap_report.py and a YAML.
@@ -32,6 +32,7 @@ from arguments import FinetuneArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
 from checkpoint import START, CheckpointWriter
 from data import preview
+from evaluation import evaluate
 from greedy_answers import compare_answers, greedy_answers
 from hf_folder import export_model
 from hook_activation_checkpointing import (
@@ -40,7 +41,7 @@ from hook_activation_checkpointing import (
     recomputed_blocks,
 )
 from hook_config import HookConfig, as_plain_dict, notes, read_hook_config
-from hook_wrap import apply_units, plan_units, reshard_all, set_gradient_sync
+from hook_wrap import apply_units, plan_units, set_gradient_sync
 from launch import (
     decided_by_rank_0,
     end,
@@ -50,7 +51,7 @@ from launch import (
     one_rank_at_a_time,
     stop_together,
 )
-from losses import describe_non_finite, micro_batch_loss, num_label_tokens, token_loss_sum
+from losses import describe_non_finite, micro_batch_loss, num_label_tokens
 from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
@@ -167,7 +168,7 @@ def main() -> None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
     if test_batches and checkpoint is None:
-        log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches)})
+        log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
     parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
     is_finished = train(*parts, note_stop_signals(), arguments, hook_config)
@@ -223,14 +224,7 @@ def train(
             sum(b["labels"].numel() for b in micro_batches),
         ]
         label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
-        loss_sum = torch.zeros((), device=device)
-        for i, batch in enumerate(micro_batches):
-            set_gradient_sync(model, hook_config, is_last_micro_batch=i == len(micro_batches) - 1)
-            batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
-            loss, token_loss = micro_batch_loss(model, batch, label_tokens, world_size)
-            accelerator.backward(loss)
-            loss_sum += token_loss
-            del loss  # else this micro-batch's graph would live on beside the next one's
+        loss_sum = forward_backward(accelerator, model, label_tokens, hook_config, micro_batches)
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
         # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
         loss_sum, signalled = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))])).tolist()
@@ -263,7 +257,7 @@ def train(
             log.write(step, values)
             meter.reset()
         if test_batches and (is_last or (arguments.eval_steps and step % arguments.eval_steps == 0)):
-            eval_loss = evaluate(accelerator, model, test_batches)
+            eval_loss = evaluate(accelerator, model, test_batches, micro_batch_loss)
             log.say(f"step {step}/{log.total_steps} | eval_loss {eval_loss:.4f}")
             log.write(step, {"eval_loss": eval_loss})
             state["eval_loss"] = eval_loss
@@ -276,20 +270,23 @@ def train(
     return not is_stopping or step == log.total_steps
 
 
-@torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> float:
-    """Mean loss per label token over all held-out rows, each counted once."""
-    model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    for batch in batches:
-        batch = {name: values.to(accelerator.device) for name, values in batch.items()}
-        labels = batch.pop("labels")
-        totals[0] += token_loss_sum(model(**batch).logits, labels)
-        totals[1] += num_label_tokens(labels)
-    reshard_all(model)  # else the next clip and step would see gathered parameters
-    model.train()
-    loss_sum, label_tokens = accelerator.reduce(totals).tolist()
-    return loss_sum / label_tokens
+def forward_backward(
+    accelerator: Accelerator,
+    model: nn.Module,
+    label_tokens: int,
+    hook_config: HookConfig,
+    micro_batches: list[dict[str, torch.Tensor]],
+) -> torch.Tensor:
+    """Add up the gradients of a step of so many label tokens (all ranks); returns this rank's summed token loss."""
+    loss_sum = torch.zeros((), device=accelerator.device)
+    for i, batch in enumerate(micro_batches):
+        set_gradient_sync(model, hook_config, is_last_micro_batch=i == len(micro_batches) - 1)
+        batch = {name: values.to(accelerator.device, non_blocking=True) for name, values in batch.items()}
+        loss, token_loss = micro_batch_loss(model, batch, label_tokens, accelerator.num_processes)
+        accelerator.backward(loss)
+        loss_sum += token_loss
+        del loss  # else this micro-batch's graph would live on beside the next one's
+    return loss_sum
 
 
 if __name__ == "__main__":

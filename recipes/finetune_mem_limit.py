@@ -1,21 +1,19 @@
-"""Fine-tune where memory is the limit: finetune.py with the loss in chunks of tokens, for mem_limit.yaml.
+"""Fine-tune where memory is the limit: finetune.py with the loss in chunks, and an answer to running out of memory.
 
     accelerate launch --config_file accelerate_configs/mem_limit.yaml recipes/finetune_mem_limit.py
-    accelerate launch --config_file accelerate_configs/mem_limit.yaml --num_processes 8 recipes/finetune_mem_limit.py \
-        --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name my_chats.jsonl --max_length 32768
 
-The logits of a row of T tokens and a vocabulary of V, and their copy in fp32, never exist as a whole: with a large
-vocabulary or a long sequence they are the peak of a step.
+The logits of a row of T tokens and a vocabulary of V, and their copy in fp32, never exist as a whole. A rank that runs
+out of memory in forward or backward makes all ranks do the step's rows again in micro-batches of half as many.
 
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
 To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, checkpoint.py,
 chunked_loss.py, data.py, data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py,
-greedy_answers.py, hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py,
-label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py,
-optimizer.py, packing.py, prepare_data.py, resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py,
-streaming.py, training_state.py, utils.py, wrap_report.py and a YAML.
+evaluation.py, greedy_answers.py, hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py,
+hook_wrap.py, label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
+model_structure.py, optimizer.py, out_of_memory.py, packing.py, prepare_data.py, resume.py, run_folder.py, shrink.py,
+shrink_layers.py, start_lines.py, streaming.py, training_state.py, utils.py, wrap_report.py and a YAML.
 """
 
 import math
@@ -30,11 +28,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from architecture import check_architecture
-from arguments import FinetuneArguments, parse_arguments
+from arguments import MemLimitArguments, parse_arguments
 from batches import count_steps, evaluation_batches, training_steps
 from checkpoint import START, CheckpointWriter
-from chunked_loss import compute_loss_in_chunks, micro_batch_loss_in_chunks
+from chunked_loss import compute_loss_in_chunks, micro_batch_loss
 from data import preview
+from evaluation import evaluate
 from greedy_answers import compare_answers, greedy_answers
 from hf_folder import export_model
 from hook_activation_checkpointing import (
@@ -43,7 +42,7 @@ from hook_activation_checkpointing import (
     recomputed_blocks,
 )
 from hook_config import HookConfig, as_plain_dict, notes, read_hook_config
-from hook_wrap import apply_units, plan_units, reshard_all, set_gradient_sync
+from hook_wrap import apply_units, plan_units, set_gradient_sync
 from launch import (
     decided_by_rank_0,
     end,
@@ -58,6 +57,7 @@ from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
 from optimizer import make_optimizer, offload_state_between_steps, prepare
+from out_of_memory import OPTIMIZER, SmallerMicroBatches, stop_if_out_of_memory
 from packing import pack_rows
 from prepare_data import prepare_data
 from resume import compare_runs, load_weights, resume, run_facts
@@ -78,7 +78,7 @@ MAX_SKIPPED_STEPS = 50  # fp16: halving the initial scale that often reaches its
 
 def main() -> None:
     with stop_together():
-        arguments = parse_arguments(sample_dir=SAMPLE_DIR)
+        arguments = parse_arguments(sample_dir=SAMPLE_DIR, kind=MemLimitArguments)
         hook_config = read_hook_config(arguments.accelerate_config)
     with stop_together():
         trackers, output_dir = [name for name in arguments.report_to if name != "none"], arguments.output_dir
@@ -172,7 +172,7 @@ def main() -> None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
     if test_batches and checkpoint is None:
-        log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches)})
+        log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
     parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
     is_finished = train(*parts, note_stop_signals(), arguments, hook_config)
@@ -210,12 +210,13 @@ def train(
     state: dict[str, Any],
     writer: CheckpointWriter,
     signals: list[int],
-    arguments: FinetuneArguments,
+    arguments: MemLimitArguments,
     hook_config: HookConfig,
 ) -> bool:
     """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
     device, world_size = accelerator.device, accelerator.num_processes
     meter, skipped, skipped_in_a_row = StepMeter(), 0, 0
+    smaller = SmallerMicroBatches(accelerator, model, arguments.per_device_train_batch_size, log.say)
     step, is_stopping = state["step"], False
     while step < log.total_steps and not is_stopping:
         fetch_started = time.perf_counter()
@@ -228,14 +229,8 @@ def train(
             sum(b["labels"].numel() for b in micro_batches),
         ]
         label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
-        loss_sum = torch.zeros((), device=device)
-        for i, batch in enumerate(micro_batches):
-            set_gradient_sync(model, hook_config, is_last_micro_batch=i == len(micro_batches) - 1)
-            batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
-            loss, token_loss = micro_batch_loss_in_chunks(model, batch, label_tokens, world_size)
-            accelerator.backward(loss)
-            loss_sum += token_loss
-            del loss  # else this micro-batch's graph would live on beside the next one's
+        whole_step = partial(forward_backward, accelerator, model, label_tokens, hook_config)
+        loss_sum = smaller.run(whole_step, micro_batches)
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
         # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
         loss_sum, signalled = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))])).tolist()
@@ -245,7 +240,8 @@ def train(
             with stop_together():  # every rank holds the same sums, and ends before the weights change
                 raise ValueError(problem)
         learning_rate = scheduler.get_last_lr()[0]
-        optimizer.step()
+        with stop_if_out_of_memory("the optimizer's step", OPTIMIZER):
+            optimizer.step()
         if accelerator.optimizer_step_was_skipped:
             skipped += 1  # fp16 overflow: the scaler lowered its scale, all ranks alike, and no weight changed
             skipped_in_a_row += 1
@@ -268,7 +264,7 @@ def train(
             log.write(step, values)
             meter.reset()
         if test_batches and (is_last or (arguments.eval_steps and step % arguments.eval_steps == 0)):
-            eval_loss = evaluate(accelerator, model, test_batches)
+            eval_loss = evaluate(accelerator, model, test_batches, micro_batch_loss)
             log.say(f"step {step}/{log.total_steps} | eval_loss {eval_loss:.4f}")
             log.write(step, {"eval_loss": eval_loss})
             state["eval_loss"] = eval_loss
@@ -281,19 +277,23 @@ def train(
     return not is_stopping or step == log.total_steps
 
 
-@torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> float:
-    """Mean loss per label token over all held-out rows, each counted once."""
-    model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    for batch in batches:
-        batch = {name: values.to(accelerator.device) for name, values in batch.items()}
-        totals[0] += model(**batch).loss
-        totals[1] += num_label_tokens(batch["labels"])
-    reshard_all(model)  # else the next clip and step would see gathered parameters
-    model.train()
-    loss_sum, label_tokens = accelerator.reduce(totals).tolist()
-    return loss_sum / label_tokens
+def forward_backward(
+    accelerator: Accelerator,
+    model: nn.Module,
+    label_tokens: int,
+    hook_config: HookConfig,
+    micro_batches: list[dict[str, torch.Tensor]],
+) -> torch.Tensor:
+    """Add up the gradients of a step of so many label tokens (all ranks); returns this rank's summed token loss."""
+    loss_sum = torch.zeros((), device=accelerator.device)
+    for i, batch in enumerate(micro_batches):
+        set_gradient_sync(model, hook_config, is_last_micro_batch=i == len(micro_batches) - 1)
+        batch = {name: values.to(accelerator.device, non_blocking=True) for name, values in batch.items()}
+        loss, token_loss = micro_batch_loss(model, batch, label_tokens, accelerator.num_processes)
+        accelerator.backward(loss)
+        loss_sum += token_loss
+        del loss  # else this micro-batch's graph would live on beside the next one's
+    return loss_sum
 
 
 if __name__ == "__main__":

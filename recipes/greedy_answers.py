@@ -10,6 +10,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedTokenizerBase
 
 
+@torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled once more for every length
 @torch.no_grad()
 def greedy_answers(
     accelerator: Accelerator,

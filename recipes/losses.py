@@ -27,7 +27,7 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def micro_batch_loss(
-    model: nn.Module, batch: dict[str, torch.Tensor], step_label_tokens: int, world_size: int
+    model: nn.Module, batch: dict[str, torch.Tensor], step_label_tokens: int | torch.Tensor, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one micro-batch; return (loss to backward, summed token loss for the log).
 
@@ -46,14 +46,14 @@ def share_of_step(
     outputs: Any,
     loss_sum: torch.Tensor,
     labels: torch.Tensor,
-    step_label_tokens: int,
+    step_label_tokens: int | torch.Tensor,
     world_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From a micro-batch's summed token loss, what micro_batch_loss returns."""
     auxiliary = getattr(outputs, "aux_loss", None)
     total = loss_sum
     if auxiliary is not None:
-        total = loss_sum + auxiliary_weight(model) * auxiliary * num_label_tokens(labels)
+        total = loss_sum + auxiliary_weight(model) * auxiliary * (labels[:, 1:] != IGNORE_INDEX).sum()
     return total * (world_size / step_label_tokens), loss_sum.detach()
 
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -36,14 +37,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
+import evaluation
 import finetune
 import finetune_mem_limit
+import finetune_performance
 import hook_wrap
 import losses
 import wrap_report
 from arguments import FinetuneArguments
+from block_kernels import compile_blocks
 from checkpoint import START
 from chunked_loss import compute_loss_in_chunks
+from evaluation import evaluate
 from exact_checks import RecordingLog
 from exactness import local
 from hf_folder import export_model
@@ -62,6 +67,7 @@ from tiny_models import tiny_llama
 from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
 
 LEARNING_RATE, STEPS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 3, 1.0, 0.1
+ROWS = 2  # of a micro-batch
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LOGGED = ("loss", "grad_norm", "loss_scale", "skipped_steps", "learning_rate")
 BLOCK = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -165,7 +171,7 @@ def make_batches(cell: Cell, rank: int, world_size: int) -> list[list[dict[str, 
         accumulation = max(1, cell.accumulation - step)
         for micro in range(accumulation):
             generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-            ids = torch.randint(1, 96, (2, 12), generator=generator)
+            ids = torch.randint(1, 96, (ROWS, 12), generator=generator)
             labels = ids.clone()
             labels[0, : 9 if rank == 0 else 3] = -100
             labels[1, 8:] = -100
@@ -235,7 +241,14 @@ def norms_in_fp32(model: torch.nn.Module, fp32_names: set[str], dtype: torch.dty
 
 
 def sharded_run(
-    cell: Cell, base: HookConfig, accelerator: Accelerator, uses_scaler: bool = False, chunk_tokens: int = 0
+    cell: Cell,
+    base: HookConfig,
+    accelerator: Accelerator,
+    uses_scaler: bool = False,
+    chunk_tokens: int = 0,
+    before_training: Callable[[torch.nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
+    script: types.ModuleType = finetune,
+    is_compiled: bool = False,
 ) -> dict:
     """The recipe's hooks in the recipe's order, then the recipe's own training loop; with `chunk_tokens` those of
     finetune_mem_limit.py."""
@@ -246,6 +259,8 @@ def sharded_run(
     apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
     if chunk_tokens:
         compute_loss_in_chunks(model, chunk_tokens)
+    if is_compiled:
+        compile_blocks(model, config)
     mesh = make_device_mesh(accelerator)
     apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
     cast_stored_parameters(model, config)
@@ -264,10 +279,12 @@ def sharded_run(
     rank, world_size = accelerator.process_index, accelerator.num_processes
     steps = iter([(b, {"epoch": 0, "rows_seen": 0}) for b in make_batches(cell, rank, world_size)])
     names = {"max_grad_norm": MAX_GRAD_NORM, "logging_steps": 1, "eval_steps": 0, "save_steps": 0}
+    names["per_device_train_batch_size"] = ROWS
     log = RecordingLog()
+    before_training(model, optimizer)
     torch.manual_seed(7 + rank)
     options = types.SimpleNamespace(**names)
-    script = finetune_mem_limit if chunk_tokens else finetune
+    script = finetune_mem_limit if chunk_tokens else script
     script.train(accelerator, model, prepared, scheduler, steps, [], log, dict(START), None, [], options, config)
     out["losses"] = [values["loss"] for values in log.written]
     out["norms"] = [values["grad_norm"] for values in log.written]
@@ -474,13 +491,13 @@ def run_evaluation(base: HookConfig, accelerator: Accelerator) -> dict:
     evaluated = []
 
     def clip_after_evaluation(accelerator, model, max_norm):
-        evaluated.append(finetune.evaluate(accelerator, model, batches))
+        evaluated.append(evaluate(accelerator, model, batches, losses.micro_batch_loss))
         return clip(accelerator, model, max_norm)
 
     clip = finetune.clip_grad_norm
     with mock.patch.object(finetune, "clip_grad_norm", clip_after_evaluation):
         disturbed = sharded_run(cell, base, accelerator)
-    without_reshard = mock.patch.object(finetune, "reshard_all", lambda model: None)
+    without_reshard = mock.patch.object(evaluation, "reshard_all", lambda model: None)
     with mock.patch.object(finetune, "clip_grad_norm", clip_after_evaluation), without_reshard:
         naive = sharded_run(cell, base, accelerator)
     expected = unsharded_run(cell, world_size)["losses"][0]
@@ -595,6 +612,36 @@ def run_chunked(base: HookConfig, accelerator: Accelerator) -> dict:
     return found
 
 
+def run_performance(base: HookConfig, accelerator: Accelerator) -> dict:
+    """finetune_performance.py's loop against the replica and against finetune.py's, to the last bit; compiled blocks
+    against the replica, and recomputed ones against those that are not, dropout on.
+
+    The graphs are captured and split for recompute as for a GPU; inductor's code for them would take minutes here.
+    """
+    found: dict = {"cells": {}, "same_bits": [], "compiled": {}}
+    deferred = (("hook_reduce_every_micro_batch", False), ("hook_prefetch_units", 2))
+    for dtype, training in (("fp32", "full"), ("bf16", "lora"), ("bf16", "full")):
+        cell = Cell("two_blocks", "every_2nd", dtype, training, 3, extra=deferred)
+        expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
+        run = sharded_run(cell, base, accelerator, script=finetune_performance)
+        found["cells"][cell.name] = compare(run, expected)
+        found["same_bits"].append(same_bits(run, sharded_run(cell, base, accelerator)))
+    counters.clear()
+    cell = Cell("two_blocks", "every_2nd", accumulation=3)
+    expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
+    own = torch.nn.Module.compile
+    with mock.patch.object(torch.nn.Module, "compile", lambda block: own(block, backend="aot_eager")):
+        run = sharded_run(cell, base, accelerator, script=finetune_performance, is_compiled=True)
+        found["compiled"][cell.name] = compare(run, expected)
+        runs = [
+            sharded_run(Cell("two_blocks", mode, training="lora"), base, accelerator, is_compiled=True)
+            for mode in ("none", "every")
+        ]
+    found["compiled_recompute_same_bits"] = same_bits(*runs)
+    found["graphs"], found["graph_breaks"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return found
+
+
 def count_collectives(base: HookConfig, accelerator: Accelerator) -> dict:
     """[all-gathers, reduce-scatters] of one forward and backward: ours, and Accelerate's own path at the same units."""
     counts = {}
@@ -630,9 +677,8 @@ def main() -> None:
     out_path, *wraps = sys.argv[1:]
     gc.freeze()  # the imported libraries are never garbage; looking through them would cost more than a cell
     gc.disable()  # each cell collects once, at its end
-    finetune.memory = finetune_mem_limit.memory = lambda device: {
-        "live_tensors_gib": 0.0
-    }  # counting live tensors costs more than a tiny step
+    for script in (finetune, finetune_mem_limit, finetune_performance):
+        script.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a tiny step
     base = read_hook_config(None)
     base = dataclasses.replace(base, hook_reduce_dtype="fp32", hook_offload_optimizer=False)
     accelerator = make_accelerator(base, 65536.0)
@@ -662,6 +708,8 @@ def main() -> None:
         elif without in references:
             entry["same_bits_as_without_recompute"] = same_bits(found, references[without])
         results["cells"][cell.name] = entry
+    if wraps == ["performance"]:
+        results |= run_performance(base, accelerator)
     if wraps == ["chunked"]:
         results |= run_chunked(base, accelerator)
     if not wraps or wraps == ["extras"]:

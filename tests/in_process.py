@@ -20,8 +20,9 @@ from pathlib import Path
 from launching import CONFIGS, RECIPES
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), str(Path(__file__).parent)])  # the fork server imports these
+PRELOADED = ["finetune", "finetune_mem_limit", "finetune_performance", "verify", "launch_worker", "in_process"]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["finetune", "verify", "launch_worker", "in_process"])
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPE = RECIPES / "finetune.py"
 SAMPLE = RECIPES / "sample"
+SCRIPTS = ("finetune", "finetune_mem_limit", "finetune_performance")
 
 
 def metrics(folder):
@@ -173,7 +174,11 @@ def test_recipe_copied_with_the_files_it_names_runs_elsewhere(tmp_path):
     text = RECIPE.read_text()
     listed = text[text.index("To copy it:") : text.index("and a YAML")]
     names = [word.strip(",.:") for word in listed.split() if word.strip(",.:").endswith(".py")]
-    imported = {path.name for path in RECIPES.glob("*.py")} - {"finetune.py", "finetune_mem_limit.py"}
+    imported = {path.name for path in RECIPES.glob("*.py")} - {
+        "finetune.py",
+        "finetune_mem_limit.py",
+        "finetune_performance.py",
+    }
     assert len(names) >= 15 and set(names) <= imported
     for name in [*names, "finetune.py"]:
         shutil.copy(RECIPES / name, tmp_path)
@@ -234,7 +239,13 @@ def test_sibling_imports_at_most_two_siblings_and_never_a_recipe():
     siblings = {path.stem for path in RECIPES.glob("*.py")}
     checked = 0
     for path in RECIPES.glob("*.py"):
-        if path.stem in ("finetune", "finetune_mem_limit", "verify", "export"):  # commands import what they need
+        if path.stem in (
+            "finetune",
+            "finetune_mem_limit",
+            "finetune_performance",
+            "verify",
+            "export",
+        ):  # commands import what they need
             continue
         words = [line.split()[1] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
         used = set(words) & siblings

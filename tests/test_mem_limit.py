@@ -5,10 +5,11 @@ import difflib
 import json
 from unittest import mock
 
+import chunked_loss
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_loss import compute_loss_in_chunks, micro_batch_loss_in_chunks
+from chunked_loss import compute_loss_in_chunks
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES
 from losses import micro_batch_loss
@@ -48,12 +49,12 @@ def test_chunked_loss_and_gradients_are_those_of_the_plain_loss(family):
 
     loss, loss_sum = micro_batch_loss(plain, dict(batch), 20, 2)
     with mock.patch.object(F, "cross_entropy", recorded):
-        chunked_loss, chunked_sum = micro_batch_loss_in_chunks(chunked, dict(batch), 20, 2)
+        found_loss, chunked_sum = chunked_loss.micro_batch_loss(chunked, dict(batch), 20, 2)
     assert max(sizes) == CHUNK and sum(sizes) == 2 * 15
     assert chunked_sum.item() == pytest.approx(loss_sum.item(), rel=1e-6)
-    assert chunked_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert found_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     loss.backward()
-    chunked_loss.backward()
+    found_loss.backward()
     expected, found = gradients(plain), gradients(chunked)
     assert expected.keys() == found.keys()
     largest = max(gradient.norm() for gradient in expected.values())

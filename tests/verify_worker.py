@@ -14,6 +14,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
+import evaluation
 import finetune
 import hook_wrap
 import losses
@@ -119,10 +120,10 @@ class WrongLogOfOneRank(command.RecordingLog):
         super().write(step, {k: v * factor if k == "loss" else v for k, v in values.items()})
 
 
-def evaluation_of_own_rows(accelerator: object, model: nn.Module, batches: list) -> float:
+def evaluation_of_own_rows(accelerator: object, *arguments: object) -> float:
     """An eval_loss that is not summed over ranks."""
     alone = SimpleNamespace(device=accelerator.device, reduce=lambda totals: totals)
-    return evaluate(alone, model, batches)
+    return evaluate(alone, *arguments)
 
 
 def loss_that_is_not_a_number(*arguments: object) -> tuple:
@@ -165,7 +166,7 @@ FAULTS = {
     "leaking pack": mock.patch.object(LlamaForCausalLM, "forward", leaking_forward),
 }
 FAULTS_OF_ONE_CASE = {  # found by the plain case as well as by any
-    "NaN on one rank": mock.patch.object(finetune, "reshard_all", nan_on_one_rank),
+    "NaN on one rank": mock.patch.object(evaluation, "reshard_all", nan_on_one_rank),
     "wrong loss on one rank": mock.patch.object(command, "RecordingLog", WrongLogOfOneRank),
     "NaN loss": mock.patch.object(finetune, "micro_batch_loss", loss_that_is_not_a_number),
     "evaluation not reduced": mock.patch.object(finetune, "evaluate", evaluation_of_own_rows),

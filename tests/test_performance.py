@@ -1,0 +1,85 @@
+"""finetune_performance.py: the same numbers as finetune.py, in another order of work."""
+
+import difflib
+import json
+
+import pytest
+from arguments import PerformanceArguments, parse_arguments
+from block_kernels import check_kernels, use_kernels
+from in_process import finetune_in_process
+from launching import CONFIGS, RECIPES
+from test_exactness import check_cell, launch_worker
+from tiny_models import tiny_llama
+from torch import device
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return launch_worker(tmp_path_factory.mktemp("performance") / "results.json", "performance")
+
+
+def test_loop_equals_the_replica_and_finetunes_own_to_the_last_bit(sharded):
+    assert len(sharded["cells"]) == len(sharded["same_bits"]) == 3 and all(sharded["same_bits"])
+    for name, cell in sharded["cells"].items():
+        check_cell(name, cell, later=5)
+
+
+def test_compiled_blocks_are_exact_and_recompute_to_the_same_bits(sharded):
+    """Fused kernels round elsewhere: a gradient to 1e-6, as uncompiled; later steps 5e-6."""
+    ((name, cell),) = sharded["compiled"].items()
+    check_cell(name, cell, later=5)
+    assert sharded["compiled_recompute_same_bits"]
+    assert sharded["graphs"] > 0 and sharded["graph_breaks"] == 0
+
+
+def test_diff_to_finetune_is_the_scenario():
+    lines = [
+        (RECIPES / name).read_text().split('"""', 2)[2].splitlines()
+        for name in ("finetune.py", "finetune_performance.py")
+    ]
+    changed = [line for line in difflib.unified_diff(*lines, n=0, lineterm="") if line[0] in "+-"][2:]
+    assert 0 < len(changed) <= 50, changed
+
+
+def test_script_learns_the_sample_under_its_yaml(tmp_path):
+    sample = RECIPES / "sample"
+    arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
+    arguments += ["--dataset_name", sample / "data", "--output_dir", tmp_path]
+    config = CONFIGS / "performance.yaml"
+    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance")
+    assert not any(done.codes), done.output[-3000:]
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    (row,) = [row for row in rows if "exact_match_after" in row]
+    assert row["exact_match_before"] < 0.2 and row["exact_match_after"] > 0.8
+
+
+def test_packing_and_saving_aside_are_the_scripts_defaults():
+    named = ["--model_name_or_path", "m", "--dataset_name", "d"]
+    arguments = parse_arguments(named, kind=PerformanceArguments)
+    assert arguments.packing and arguments.async_save and not arguments.torch_compile
+    assert not parse_arguments([*named, "--no_packing"], kind=PerformanceArguments).packing
+    with pytest.raises(ValueError, match=r"--torch_compile \(an argument of finetune_performance.py\)"):
+        parse_arguments([*named, "--torch_compile"])
+
+
+def test_kernels_that_cannot_run_here_are_refused_with_the_reason(monkeypatch):
+    arguments = PerformanceArguments(use_liger_kernel=True)
+    with pytest.raises(ValueError, match="pip install liger-kernel"):
+        check_kernels(arguments, device("cpu"))
+    monkeypatch.setattr("block_kernels.is_liger_kernel_available", lambda: True)
+    with pytest.raises(ValueError, match="need a GPU"):
+        check_kernels(arguments, device("cpu"))
+    check_kernels(PerformanceArguments(), device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"packing": False}, {"attn_implementation": "sdpa"}, {"per_device_train_batch_size": 2}]
+)
+def test_flash_attention_is_chosen_for_packed_single_rows_that_name_no_other(monkeypatch, options):
+    monkeypatch.setattr("block_kernels.is_flash_attn_2_available", lambda: True)
+    model, asked = tiny_llama(), []
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: asked.append(name))
+    assert use_kernels(model, PerformanceArguments(**options), "bf16") == [] == asked
+    assert use_kernels(model, PerformanceArguments(), "fp32") == [] == asked
+    assert use_kernels(model, PerformanceArguments(), "bf16") == ["attention of packed rows: flash_attention_2"]
+    assert asked == ["flash_attention_2"]
