@@ -2,7 +2,8 @@
 # make test       set up and run the tests (2 CPU cores are enough)
 # make sweep      verify every architecture that transformers knows (slow; goes on where it stopped)
 # make kill_points  kill a rank at everything it does on disk while it saves, and resume (slow)
-# make bench      measure what the recipes claim about speed and size, ours beside others
+# make bench      measure the training loops beside others that do the same work (15 minutes; ARGS: other sections)
+# make bench-ladder  measure what each dial of the scenario scripts buys and costs
 # make lint       check the style
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= accelerate_configs/default.yaml
 
-.PHONY: finetune test sweep kill_points bench lint clean
+.PHONY: finetune test sweep kill_points bench bench-ladder lint clean
 
 finetune: $(VENV)/recipes.done
 	@# one process per GPU; two on a machine without, the smallest number that shards
@@ -30,6 +31,9 @@ kill_points: $(VENV)/tests.done
 
 bench: $(VENV)/tests.done
 	$(BIN)/python tests/bench.py $(ARGS)
+
+bench-ladder: $(VENV)/tests.done
+	$(BIN)/python tests/bench.py ladder $(ARGS)
 
 lint: $(VENV)/tests.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -58,7 +58,7 @@ from losses import describe_non_finite, micro_batch_loss
 from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
-from optimizer import make_optimizer, offload_state_between_steps, prepare
+from optimizer import make_optimizer, prepare
 from packing import pack_rows
 from prepare_data import prepare_data
 from resume import compare_runs, load_weights, resume, run_facts
@@ -141,9 +141,8 @@ def main() -> None:
     with stop_together():
         betas, epsilon = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
         decay, uses_scaler = arguments.weight_decay, accelerator.scaler is not None
-        optimizer = make_optimizer(model, arguments.learning_rate, decay, betas, epsilon, uses_scaler)
-        if hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params:
-            offload_state_between_steps(optimizer, accelerator.device)
+        offloads = hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params
+        optimizer = make_optimizer(model, arguments.learning_rate, decay, betas, epsilon, uses_scaler, offloads)
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     rows_per_step, position = micro * accumulation * world_size, {name: state[name] for name in ("epoch", "rows_seen")}
     length = arguments.num_train_epochs, arguments.max_steps, state["step"]

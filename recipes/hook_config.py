@@ -175,7 +175,9 @@ def notes(config: HookConfig, is_cpu: bool) -> list[str]:
     if config.fsdp_state_dict_type == "FULL_STATE_DICT":
         found.append("fsdp_state_dict_type: FULL_STATE_DICT: no effect; checkpoints are sharded, exported models whole")
     if is_cpu and config.hook_offload_optimizer:
-        found.append("hook_offload_optimizer: the optimizer state is in host memory anyway on a CPU; no effect")
+        found.append(
+            "hook_offload_optimizer: the optimizer state is in host memory anyway on a CPU; it saves nothing here"
+        )
     if is_cpu and config.fsdp_offload_params:
         found.append("fsdp_offload_params: parameters are in host memory anyway on a CPU; exact, saves nothing")
     if is_cpu and config.fsdp_activation_checkpointing_offload:

@@ -1,10 +1,16 @@
 """AdamW over the sharded parameters: parameter groups, the proof that it holds them, state offload."""
 
+import contextlib
+from collections.abc import Iterator
+from itertools import zip_longest
+
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+Visiting = list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]  # state, name, where the tensor lies at home
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -23,6 +29,7 @@ def make_optimizer(
     betas: tuple[float, float],
     eps: float,
     uses_scaler: bool = False,
+    is_offloaded: bool = False,
 ) -> torch.optim.AdamW:
     """AdamW on the shards. Make it after wrapping and before any forward.
 
@@ -35,7 +42,8 @@ def make_optimizer(
     groups = parameter_groups(model, weight_decay)
     if not groups:
         raise ValueError("No parameter is trainable (all are frozen); nothing to optimize.")
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=not uses_scaler)
+    kind = OffloadedAdamW if is_offloaded else torch.optim.AdamW
+    return kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=not uses_scaler)
 
 
 def prepare(
@@ -82,35 +90,107 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"The optimizer would not train this model ({'; '.join(problems[:3])}{more}): {fix}.")
 
 
-def offload_state_between_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Keep Adam's state in pinned host memory between steps (bit-equal; two copies of it per step).
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose state lies in host memory between steps (pinned, where there is a device).
 
-    During the step itself the state is on the device. Call before `accelerator.prepare`. On a CPU device it would save
-    nothing and does nothing.
+    In the step it visits the parameters' device in slices of about `slice_bytes`, the next one on its way while one is
+    used, so that two slices are there at most. Bit-equal to AdamW; costs a copy of the state each way per step. On a
+    CPU it does the same and saves nothing.
     """
-    if device.type == "cpu":
-        return
-    optimizer.register_step_pre_hook(lambda *_: move_state(optimizer, device))
-    optimizer.register_step_post_hook(lambda *_: move_state(optimizer, torch.device("cpu")))
+
+    slice_bytes = 2**28  # large enough to copy at full speed
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One step over all slices; a hook of `step` runs once for each, and once for the whole."""
+        groups, slices = self.param_groups, list(self.slices())
+        device = slices[0][0]["params"][0].device
+        copies = None if device.type == "cpu" else torch.Stream(device=device)
+        visiting = self.send(slices[0], device, copies)
+        try:
+            for current, following in zip_longest(slices, slices[1:]):
+                if copies is not None:
+                    arrive(visiting, copies)
+                upcoming = self.send(following, device, copies) if following else []
+                self.param_groups = current
+                super().step()
+                self.take_back(current, visiting)
+                visiting = upcoming
+        finally:
+            self.param_groups = groups
+        if copies is not None:
+            torch.accelerator.synchronize(device)  # whoever reads the state next may do so on the host
+
+    def slices(self) -> Iterator[list[dict]]:
+        """The parameter groups, cut where a slice's state (two values per parameter) is large enough."""
+        current, size = [], 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if size >= self.slice_bytes:
+                    yield current
+                    current, size = [], 0
+                if not current or current[-1]["group"] is not group:
+                    current.append({**group, "params": [], "group": group})
+                current[-1]["params"].append(parameter)
+                size += 2 * local(parameter).nbytes
+        yield current
+
+    def send(self, groups: list[dict], device: torch.device, copies: torch.Stream | None) -> Visiting:
+        """Put a slice's state on the device; returns where each tensor of it lies in host memory."""
+        with copies if copies is not None else contextlib.nullcontext():
+            return [
+                (state, name, place(state, name, device))
+                for group in groups
+                for state in (self.state.get(parameter, {}) for parameter in group["params"])
+                for name in moving(state)
+            ]
+
+    def take_back(self, groups: list[dict], visiting: Visiting) -> None:
+        """Write a slice's state back to where it lay; one that the step has just made gets a place there."""
+        homes = {(id(state), name): home for state, name, home in visiting}
+        for state in (self.state.get(parameter, {}) for group in groups for parameter in group["params"]):
+            for name in moving(state):
+                home = homes.get((id(state), name))
+                if home is None or home.device.type != "cpu":  # new, or just loaded
+                    place(state, name, torch.device("cpu"))
+                else:
+                    home.copy_(local(state[name]), non_blocking=True)
+                    put(state, name, home)
 
 
-def move_state(optimizer: torch.optim.Optimizer, target: torch.device) -> None:
-    """Move every state tensor but the step counts.
+def moving(state: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors worth moving: not the step counts."""
+    return [name for name, value in state.items() if value.ndim]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place(state: dict[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor:
+    """Replace a state tensor by its copy on another device; returns the one that it was."""
+    home = local(state[name])
+    is_pinned = device.type == "cpu" and home.device.type != "cpu"
+    put(state, name, torch.empty_like(home, device=device, pin_memory=is_pinned).copy_(home, non_blocking=True))
+    return home
+
+
+def put(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    """Make a tensor the state's.
 
     A DTensor's shard is replaced inside it, since the public constructor would move it back to the mesh's device;
     tests/test_optimizer.py fails where an upgrade moves `_local_tensor`.
     """
-    pin_memory = target.type == "cpu" and torch.accelerator.is_available()
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if not torch.is_tensor(value) or value.numel() <= 1:
-                continue
-            local = value.to_local() if isinstance(value, DTensor) else value
-            moved = torch.empty_like(local, device=target, pin_memory=pin_memory)
-            moved.copy_(local, non_blocking=True)
-            if isinstance(value, DTensor):
-                value._local_tensor = moved
-            else:
-                state[name] = moved
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    if isinstance(state[name], DTensor):
+        state[name]._local_tensor = value
+    else:
+        state[name] = value
+
+
+def arrive(visiting: Visiting, copies: torch.Stream) -> None:
+    """Let the step wait for a slice, and keep its memory until the step has used it."""
+    current = torch.accelerator.current_stream()
+    current.wait_stream(copies)
+    for state, name, _ in visiting:
+        local(state[name]).record_stream(current)

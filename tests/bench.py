@@ -1,11 +1,12 @@
 """Measure what the recipes claim, ours and others side by side in one run.
 
-    make bench
-    .venv/bin/python tests/bench.py packing preparing checkpoints
+    make bench                    the training loops beside others (contenders), about 15 minutes on 2 cores
+    make bench ARGS=preparing     other sections
+    make bench-ladder             what each dial of the scenario scripts buys and costs
 
-The first two compare with TRL where it is installed, for instance beside the virtual environment:
+All but checkpoints and ladder compare with TRL where it is installed, for instance beside the virtual environment:
     pip install --target trl-for-bench --no-deps trl==1.16.0
-    PYTHONPATH=trl-for-bench .venv/bin/python tests/bench.py packing
+    PYTHONPATH=trl-for-bench make bench
 """
 
 import argparse
@@ -26,6 +27,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from bench_checkpoint import checkpoints
+from bench_contenders import contenders
+from bench_ladder import ladder
 from data import tokenize_rows
 from data_sources import load_rows
 from packing import pack_rows, plan_packing
@@ -42,10 +45,12 @@ PREPARED = (  # name, file, how many times over
 
 
 def main() -> None:
-    """Run the sections named on the command line, or all."""
+    """Run the sections named on the command line, or contenders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of: {', '.join(SECTIONS)}; none means all")
-    chosen = parser.parse_args().sections or list(SECTIONS)
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"of: {', '.join(SECTIONS)}; none means contenders"
+    )
+    chosen = parser.parse_args().sections or ["contenders"]
     unknown = [name for name in chosen if name not in SECTIONS]
     if unknown:
         parser.error(f"no section {', '.join(unknown)}; there are: {', '.join(SECTIONS)}")
@@ -219,6 +224,8 @@ def trl_planning(lengths: np.ndarray) -> int:
 
 
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
+    "contenders": contenders,
+    "ladder": ladder,
     "packing": packing,
     "preparing": preparing,
     "checkpoints": checkpoints,

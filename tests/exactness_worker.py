@@ -62,7 +62,7 @@ from hook_wrap import apply_units, plan_units
 from launch import end, make_accelerator, make_device_mesh
 from model_loading import add_adapters
 from model_structure import is_norm
-from optimizer import check_optimizer, make_optimizer, prepare
+from optimizer import OffloadedAdamW, check_optimizer, make_optimizer, prepare
 from tiny_models import tiny_llama
 from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
 
@@ -265,13 +265,17 @@ def sharded_run(
     apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
     cast_stored_parameters(model, config)
     wrap_report.check_against_plan(wrap_report.read_units(model), units, recomputed_blocks(model), recomputed)
-    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, (0.9, 0.999), 1e-8, uses_scaler)
+    offloads = config.hook_offload_optimizer
+    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, (0.9, 0.999), 1e-8, uses_scaler, offloads)
     check_optimizer(model, optimizer)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1.0 if accelerator.scaler is None else 0.5, STEPS)
     model, prepared = prepare(accelerator, model, optimizer)
     out = {"gradients": []}
+    num_trained = sum(p.requires_grad for p in model.parameters())
 
     def record_gradients(*_: object) -> None:
+        if sum(len(group["params"]) for group in optimizer.param_groups) < num_trained:
+            return  # a slice of the step
         named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         out["gradients"].append({n: None if g is None else local(g) for n, g in named.items()})
 
@@ -601,7 +605,14 @@ def run_graph_lifetime(base: HookConfig, accelerator: Accelerator) -> list[bool]
 def run_chunked(base: HookConfig, accelerator: Accelerator) -> dict:
     """The loss in chunks: of 5 tokens, so several per micro-batch, against the same replicas as the plain loss; and
     [all-gathers, reduce-scatters] with and without it."""
-    found: dict = {"cells": {}, "collectives": {}}
+    found: dict = {"cells": {}, "collectives": {}, "offloaded_same_bits": []}
+    offloads = (("hook_offload_optimizer", True),)
+    with mock.patch.object(OffloadedAdamW, "slice_bytes", 10_000):
+        for dtype, training in (("fp32", "full"), ("bf16", "lora")):
+            cell = Cell("embeddings", "every", dtype, training, 3)
+            runs = [sharded_run(dataclasses.replace(cell, extra=extra), base, accelerator) for extra in ((), offloads)]
+            equal = [torch.equal(runs[0]["weights"][name], runs[1]["weights"][name]) for name in runs[0]["weights"]]
+            found["offloaded_same_bits"].append(same_bits(*runs) and all(equal))
     for wrap_name in ("block", "embeddings"):
         for dtype, training, tied in (("fp32", "full", False), ("fp32", "full", True), ("bf16", "lora", False)):
             cell = Cell(wrap_name, "every", dtype, training, 3, tied)

@@ -80,6 +80,10 @@ def test_loss_in_chunks_gathers_the_head_no_more_often(sharded):
         assert plain == chunked
 
 
+def test_optimizer_step_in_slices_is_bit_equal(sharded):
+    assert sharded["offloaded_same_bits"] == [True, True]
+
+
 @pytest.mark.parametrize("family", ["bert", "rwkv"])
 def test_model_whose_head_is_not_the_end_of_its_forward_is_refused(family):
     with pytest.raises(ValueError, match="its loss cannot be computed in chunks"):

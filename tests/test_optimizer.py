@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import optimizer as optimizer_module
 import pytest
 import torch
 import torch.distributed as dist
 from hook_activation_checkpointing import apply_activation_checkpointing
-from optimizer import make_optimizer, move_state, parameter_groups
+from optimizer import OffloadedAdamW, make_optimizer, parameter_groups, place
 from test_hook_wrap import CONFIG
 from tiny_models import tiny_llama
 from torch.distributed.fsdp import fully_shard
@@ -37,15 +38,77 @@ def test_model_with_nothing_to_train_is_refused():
         make_optimizer(model, 1e-3, 0.0, (0.9, 0.999), 1e-8)
 
 
-def test_moved_state_of_a_sharded_parameter_keeps_its_values(one_rank):
+def trained(optimizer_of, after_first_step=lambda: None):
+    """(the weights after some steps, the optimizer, the model) of the same tiny model."""
+    torch.manual_seed(0)
+    model = tiny_llama()
+    model.model.layers[1].requires_grad_(False)
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        ids = torch.arange(12).view(2, 6) + step
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:  # the state is made
+            after_first_step()
+    return [parameter.detach().clone() for parameter in model.parameters()], optimizer, model
+
+
+def make(model, is_offloaded):
+    return make_optimizer(model, 1e-3, 0.1, (0.9, 0.999), 1e-8, is_offloaded=is_offloaded)
+
+
+def test_step_in_slices_is_bit_equal_and_holds_two_slices_at_most(monkeypatch):
+    """Bytes are counted where state is put beside its place at home: what would be on the device."""
+    monkeypatch.setattr(OffloadedAdamW, "slice_bytes", 20_000)
+    visiting, largest, own_put = {}, [0], optimizer_module.put
+
+    def counted(state, name, value):
+        is_home = (id(state), name) in visiting
+        if is_home:
+            del visiting[id(state), name]
+        else:
+            visiting[id(state), name] = value.nbytes
+        largest.append(sum(visiting.values()))
+        own_put(state, name, value)
+
+    expected, plain, _ = trained(lambda model: make(model, False))
+    found, optimizer, model = trained(
+        lambda model: make(model, True), lambda: monkeypatch.setattr(optimizer_module, "put", counted)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    slices = list(optimizer.slices())
+    assert len(slices) >= 5
+    held = [parameter for part in slices for group in part for parameter in group["params"]]
+    assert len(held) == len(set(held)) == sum(parameter.requires_grad for parameter in model.parameters())
+    state_bytes = sum(2 * parameter.nbytes for parameter in held)
+    assert 0 < max(largest) < 0.5 * state_bytes  # all of it at once would be 1.0
+    for parameter, state in plain.state.items():
+        (other,) = [s for p, s in optimizer.state.items() if torch.equal(p, parameter)][:1]
+        assert torch.equal(other["exp_avg"], state["exp_avg"]) and other["step"] == state["step"] == 3
+
+
+def test_groups_keep_their_own_decay_and_rate_across_slices(monkeypatch):
+    monkeypatch.setattr(OffloadedAdamW, "slice_bytes", 1)
+    model = tiny_llama()
+    optimizer = make(model, True)
+    optimizer.param_groups[1]["lr"] = 0.5
+    for group in optimizer.param_groups:
+        parts = [part[0] for part in optimizer.slices() if part[0]["params"][0] in set(group["params"])]
+        assert len(parts) == len(group["params"])
+        assert {(part["lr"], part["weight_decay"]) for part in parts} == {(group["lr"], group["weight_decay"])}
+
+
+def test_placed_state_of_a_sharded_parameter_keeps_its_values(one_rank):
     model = torch.nn.Linear(4, 4)
     fully_shard(model)
-    optimizer = make_optimizer(model, 1e-3, 0.0, (0.9, 0.999), 1e-8)
+    optimizer = make(model, False)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     state = optimizer.state[model.weight]
     before, old_shard = state["exp_avg"].to_local().clone(), state["exp_avg"].to_local()
-    move_state(optimizer, torch.device("cpu"))
+    home = place(state, "exp_avg", torch.device("cpu"))
+    assert home is old_shard or home.data_ptr() == old_shard.data_ptr()
     assert isinstance(state["exp_avg"], DTensor)
     assert torch.equal(state["exp_avg"].to_local(), before)
     assert state["exp_avg"].to_local().data_ptr() != old_shard.data_ptr()
