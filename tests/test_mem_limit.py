@@ -9,13 +9,15 @@ import chunked_loss
 import pytest
 import torch
 import torch.nn.functional as F
+from arguments import MemLimitArguments, parse_arguments
+from bench_meter import StepMeter
 from chunked_loss import compute_loss_in_chunks
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES
 from losses import micro_batch_loss
 from shrink import build_tiny_model
 from test_exactness import check_cell, launch_worker
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 CHUNK = 7
 # Soft caps; logit scale; logit divisor; untied conv; experts whose balancing loss counts; a head that takes no labels.
@@ -63,6 +65,27 @@ def test_chunked_loss_and_gradients_are_those_of_the_plain_loss(family):
         assert torch.equal(chunked.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
 
 
+def peak_bytes(model, loss_of, rows=4):
+    """The most bytes of tensors that live at once in a forward and backward, weights and gradients included."""
+    ids = torch.arange(rows * 256).view(rows, 256) % model.config.vocab_size
+    with StepMeter(model.parameters()) as meter:
+        loss, _ = loss_of(model, {"input_ids": ids, "labels": ids}, 1, 1)
+        loss.backward()
+    return meter.read()["peak_bytes"]
+
+
+def test_loss_in_chunks_takes_less_than_half_the_memory_where_logits_dominate():
+    """1024 tokens, a vocabulary of 8192: 32 MiB of logits, of which the plain loss holds three copies."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 8192}
+    plain = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**sizes, num_hidden_layers=2, use_cache=False))
+    chunked = copy.deepcopy(plain)
+    compute_loss_in_chunks(chunked, 128)
+    whole, in_chunks = peak_bytes(plain, micro_batch_loss), peak_bytes(chunked, chunked_loss.micro_batch_loss)
+    assert whole > 3 * 1024 * 8192 * 4
+    assert in_chunks < 0.5 * whole
+    assert peak_bytes(chunked, chunked_loss.micro_batch_loss, rows=2) < 0.9 * in_chunks  # what smaller pieces return
+
+
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     return launch_worker(tmp_path_factory.mktemp("chunked") / "results.json", "chunked")
@@ -97,6 +120,17 @@ def test_diff_to_finetune_is_the_scenario():
     ]
     changed = [line for line in difflib.unified_diff(*lines, n=0, lineterm="") if line[0] in "+-"][2:]
     assert 0 < len(changed) <= 20, changed
+
+
+def test_auto_find_batch_size_starts_with_the_rows_of_a_step():
+    named = ["--model_name_or_path", "m", "--dataset_name", "d"]
+    sizes = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
+    plain = parse_arguments([*named, *sizes], kind=MemLimitArguments)
+    assert (plain.per_device_train_batch_size, plain.gradient_accumulation_steps) == (2, 4)
+    found = parse_arguments([*named, *sizes, "--auto_find_batch_size"], kind=MemLimitArguments)
+    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (8, 1)
+    with pytest.raises(ValueError, match=r"--auto_find_batch_size \(an argument of finetune_mem_limit.py\)"):
+        parse_arguments([*named, "--auto_find_batch_size"])
 
 
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
