@@ -126,6 +126,10 @@ class MemLimitArguments(FinetuneArguments):
     auto_find_batch_size: bool = field(
         default=False, metadata={"help": "Start with a step's rows as one micro-batch, and halve it until it fits."}
     )
+    optim: str = field(
+        default="adamw_torch_fused",
+        metadata={"help": "adamw_torch_fused, or adamw_torch_8bit: its state in 8 bits (pip install torchao)."},
+    )
 
     def __post_init__(self) -> None:
         if self.auto_find_batch_size:

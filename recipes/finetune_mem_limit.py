@@ -139,7 +139,8 @@ def main() -> None:
         betas, epsilon = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
         decay, uses_scaler = arguments.weight_decay, accelerator.scaler is not None
         offloads = hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params
-        optimizer = make_optimizer(model, arguments.learning_rate, decay, betas, epsilon, uses_scaler, offloads)
+        rate, optim = arguments.learning_rate, arguments.optim
+        optimizer = make_optimizer(model, rate, decay, betas, epsilon, uses_scaler, offloads, optim)
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     rows_per_step, position = micro * accumulation * world_size, {name: state[name] for name in ("epoch", "rows_seen")}
     length = arguments.num_train_epochs, arguments.max_steps, state["step"]
@@ -238,7 +239,7 @@ def train(
         if problem := describe_non_finite(loss_sum, grad_norm, step + 1, may_overflow):
             with stop_together():  # every rank holds the same sums, and ends before the weights change
                 raise ValueError(problem)
-        learning_rate = scheduler.get_last_lr()[0]
+        learning_rate = float(scheduler.get_last_lr()[0])
         with stop_if_out_of_memory("the optimizer's step", OPTIMIZER):
             optimizer.step()
         if accelerator.optimizer_step_was_skipped:

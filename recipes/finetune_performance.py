@@ -238,7 +238,7 @@ def train(
         if problem := describe_non_finite(loss_sum, grad_norm, step + 1, may_overflow):
             with stop_together():  # every rank holds the same sums, and ends before the weights change
                 raise ValueError(problem)
-        learning_rate = scheduler.get_last_lr()[0]
+        learning_rate = float(scheduler.get_last_lr()[0])
         optimizer.step()
         if accelerator.optimizer_step_was_skipped:
             skipped += 1  # fp16 overflow: the scaler lowered its scale, all ranks alike, and no weight changed

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.utils import is_torchao_available
 
 Visiting = list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]  # state, name, where the tensor lies at home
 
@@ -30,20 +31,39 @@ def make_optimizer(
     eps: float,
     uses_scaler: bool = False,
     is_offloaded: bool = False,
-) -> torch.optim.AdamW:
+    optim: str = "adamw_torch_fused",
+) -> torch.optim.Optimizer:
     """AdamW on the shards. Make it after wrapping and before any forward.
+
+    `adamw_torch_8bit` is torchao's: state of one byte per value, with a scale per 256 of them, for tensors whose shard
+    has 4096 values or more. Its update is compiled, once per shape.
 
     Fused, except under fp16's loss scaler: a fused step handles an overflow inside the kernel, and Accelerate would not
     see that it was skipped.
 
     Raises:
-        ValueError: nothing is trainable.
+        ValueError: nothing is trainable; torchao is not installed, or would be offloaded as well.
     """
+    check_optim(optim, is_offloaded)
     groups = parameter_groups(model, weight_decay)
     if not groups:
         raise ValueError("No parameter is trainable (all are frozen); nothing to optimize.")
+    if optim == "adamw_torch_8bit":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=learning_rate, betas=betas, eps=eps)
     kind = OffloadedAdamW if is_offloaded else torch.optim.AdamW
     return kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=not uses_scaler)
+
+
+def check_optim(optim: str, is_offloaded: bool) -> None:
+    """Raise ValueError for an optimizer that is not known, not installed, or that cannot be offloaded."""
+    if optim not in ("adamw_torch_fused", "adamw_torch_8bit"):
+        raise ValueError(f"--optim: found {optim}, allowed: adamw_torch_fused, adamw_torch_8bit.")
+    if optim == "adamw_torch_8bit" and not is_torchao_available():
+        raise ValueError("--optim adamw_torch_8bit: torchao is not installed (pip install torchao).")
+    if optim == "adamw_torch_8bit" and is_offloaded:
+        raise ValueError("--optim adamw_torch_8bit keeps its state on the device: set hook_offload_optimizer: false.")
 
 
 def prepare(

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from run_folder import read_manifest
 from safetensors import SafetensorError
 from torch import nn
-from training_state import frozen_checksum, set_random_state, training_tensors
+from training_state import frozen_checksum, set_random_state, take_quantized, training_tensors
 
 # Arguments that say which rows come when, or what the saved tensors mean: another value would make the run wrong.
 FIXED = ("seed", "group_by_length", "streaming", "use_peft")
@@ -109,6 +109,7 @@ def resume(
     tensors = training_tensors(model, optimizer)
     for kind, held in tensors.items():
         load_tensors(held, checkpoint / kind)
+    take_quantized(model, optimizer, tensors["optimizer"])
     if accelerator.scaler is not None and "scaler" in saved:
         accelerator.scaler.load_state_dict(saved["scaler"])
     if saved["schedule_steps"]:

@@ -35,7 +35,7 @@ def training_tensors(
     for state in optimizer.state.values() if is_fresh else ():
         state["step"].zero_()  # torch made the state with a step of zero gradients, which must not count
     # Learning rate, betas and so on are what the arguments say, not state.
-    moments = {name: value for name, value in optimizer_state.items() if name.startswith("state.")}
+    moments = {name: in_full(value) for name, value in optimizer_state.items() if name.startswith("state.")}
     tensors = {"model": weights, "optimizer": moments}
     if copies:
         tensors = {
@@ -43,6 +43,31 @@ def training_tensors(
             for kind, held in tensors.items()
         }
     return tensors
+
+
+def in_full(value: torch.Tensor) -> torch.Tensor:
+    """Optimizer state as it is, but a full-precision copy of what torchao keeps in 8 bits: files hold plain tensors.
+
+    In 8 bits a block's largest value is its scale, or rounded down from it if negative. The copy holds the scale there,
+    so that the same bits come of it.
+    """
+    shard = value.to_local() if isinstance(value, DTensor) else value
+    if not hasattr(shard, "codes"):
+        return value
+    full = shard.dequantize()
+    blocks = full.view(len(shard.scale), -1)
+    largest = blocks.abs().argmax(1, keepdim=True)
+    blocks.scatter_(1, largest, blocks.gather(1, largest).sign() * shard.scale[:, None])
+    options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(full, value.device_mesh, value.placements, **options)
+
+
+def take_quantized(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: dict[str, torch.Tensor]) -> None:
+    """Write the copies that in_full made, once they are loaded, back into the 8-bit state: the same bits as saved."""
+    options = StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), flatten_optimizer_state_dict=True)
+    for name, value in get_optimizer_state_dict(model, optimizer, options=options).items():
+        if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
+            value.to_local().copy_(loaded[name].to_local())
 
 
 def plain_name(name: str) -> str:
