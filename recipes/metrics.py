@@ -56,8 +56,10 @@ def memory(device: torch.device) -> dict[str, float]:
     storages = {}
     for value in gc.get_objects():
         if type(value) in TENSOR_TYPES and value.device.type == "cpu":  # exact types: isinstance is far slower here
-            storage = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            value = value.to_local() if isinstance(value, DTensor) else value
+            if type(value) in TENSOR_TYPES:  # else it is made of other tensors, which are in the list themselves
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return {"live_tensors_gib": sum(storages.values()) / GIB}
 
 

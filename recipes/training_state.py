@@ -48,16 +48,17 @@ def training_tensors(
 def in_full(value: torch.Tensor) -> torch.Tensor:
     """Optimizer state as it is, but a full-precision copy of what torchao keeps in 8 bits: files hold plain tensors.
 
-    In 8 bits a block's largest value is its scale, or rounded down from it if negative. The copy holds the scale there,
-    so that the same bits come of it.
+    In 8 bits a block's scale is its largest value, and -0.99 of it stands for a largest value that is negative. There
+    the copy holds the scale itself, so that the same bits come of it.
     """
     shard = value.to_local() if isinstance(value, DTensor) else value
     if not hasattr(shard, "codes"):
         return value
     full = shard.dequantize()
     blocks = full.view(len(shard.scale), -1)
-    largest = blocks.abs().argmax(1, keepdim=True)
-    blocks.scatter_(1, largest, blocks.gather(1, largest).sign() * shard.scale[:, None])
+    lowest, values = blocks.argmin(1, keepdim=True), blocks.amin(1, keepdim=True)
+    is_scale = (blocks.amax(1, keepdim=True) < shard.scale[:, None]) & (values < 0)
+    blocks.scatter_(1, lowest, torch.where(is_scale, -shard.scale[:, None], values))
     options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
     return DTensor.from_local(full, value.device_mesh, value.placements, **options)
 

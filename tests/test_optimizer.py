@@ -10,9 +10,11 @@ from hook_activation_checkpointing import apply_activation_checkpointing
 from optimizer import OffloadedAdamW, make_optimizer, parameter_groups, place
 from test_hook_wrap import CONFIG
 from tiny_models import tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from training_state import take_quantized, training_tensors
+from torchao.optim.subclass_8bit import OptimState8bit
+from training_state import in_full, take_quantized, training_tensors
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -170,6 +172,23 @@ def test_8_bit_adamw_is_near_adamw_a_quarter_its_size_and_resumes_to_the_same_bi
     take_quantized(other, other_optimizer, tensors["optimizer"])
     assert step_of(other, other_optimizer, 9) == expected_next
     assert step_of(other, other_optimizer, 10) == after
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_copy_in_full_gives_the_same_8_bits_again(one_rank, signed):
+    """Blocks whose largest value is negative, tied with a positive one, or zero throughout."""
+    values = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 2, 256)[:, None]
+    values[1], values[2, :2], values[2, 2:] = 0, torch.tensor([-1.0, 0.993]), 0.1
+    values = values if signed else values.square()
+    state = OptimState8bit.zeros(values.shape, signed=signed)
+    state.copy_(values)
+    mesh = init_device_mesh("cpu", (1,))
+    full = in_full(DTensor.from_local(state, mesh, run_check=False)).to_local()
+    again = OptimState8bit.zeros(values.shape, signed=signed)
+    again.copy_(full)
+    assert torch.equal(again.codes, state.codes) and torch.equal(again.scale, state.scale)
+    again.copy_(state.dequantize())
+    assert torch.equal(again.scale, state.scale) is not signed  # what the plain way loses
 
 
 def test_8_bit_adamw_that_cannot_be_is_refused(monkeypatch):
