@@ -6,11 +6,13 @@ import pytest
 import torch
 import yaml
 from launching import CONFIGS, RECIPES, ROOT, accelerate_launch
+from optimizer import OffloadedAdamW
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
+MIB = 2**20
 RECIPE = RECIPES / "finetune.py"
 
 
@@ -49,6 +51,29 @@ def test_offload_changes_nothing_but_memory(tmp_path, key):
     )
     for row, other in zip(plain, offloaded, strict=True):
         assert other.get("loss") == pytest.approx(row.get("loss"), rel=1e-5)
+
+
+def test_optimizer_state_is_on_the_device_a_slice_at_a_time(monkeypatch):
+    monkeypatch.setattr(OffloadedAdamW, "slice_bytes", 64 * MIB)
+    peaks, weights = [], []
+    for kind in (torch.optim.AdamW, OffloadedAdamW):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(4096, 1024, device="cuda")) for _ in range(16)]  # 16 MiB each
+        optimizer = kind([{"params": parameters, "weight_decay": 0.1}], lr=1e-3, fused=True)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = parameter.detach().sin()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert kind is torch.optim.AdamW or torch.cuda.memory_allocated() <= before
+        weights.append([parameter.detach().cpu() for parameter in parameters])
+        held = sum(value.numel() * 4 for state in optimizer.state.values() for value in state.values() if value.is_cuda)
+        assert (held > 500 * MIB) == (kind is torch.optim.AdamW)
+        del parameters, optimizer
+    assert peaks[1] <= 3 * 64 * MIB  # two slices, and one that is being made
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_offload_asks_for_a_cpu_backend_beside_nccl(tmp_path):
