@@ -28,7 +28,6 @@ LAYOUTS = {
     "embeddings": Cell("embeddings", "every_2nd", accumulation=3),
     "not resharded": Cell("no_reshard", "every", accumulation=3),
     "two blocks, reduced once": Cell("two_blocks", "none", accumulation=3, extra=DEFERRED),
-    "whole": Cell("whole", "every", accumulation=3),
 }
 
 

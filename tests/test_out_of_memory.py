@@ -25,7 +25,7 @@ def results(tmp_path_factory):
 
 def test_step_that_ran_out_of_memory_anywhere_equals_the_undisturbed_one(results):
     cells = results["cells"]
-    assert len(cells) == 5 + 4 * 3 - 1 + 1 + 2, list(cells)
+    assert len(cells) == 5 + 3 * 3 - 1 + 1 + 2, list(cells)
     for name, cell in cells.items():
         check_cell(name, cell, later=5)
 

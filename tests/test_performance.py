@@ -44,7 +44,7 @@ def test_diff_to_finetune_is_the_scenario():
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
-    arguments += ["--dataset_name", sample / "data", "--output_dir", tmp_path]
+    arguments += ["--dataset_name", sample / "data", "--output_dir", tmp_path, "--max_steps", 80]
     config = CONFIGS / "performance.yaml"
     done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance")
     assert not any(done.codes), done.output[-3000:]
