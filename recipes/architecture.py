@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from model_structure import is_norm, kept_in_fp32, num_parameters
 from shrink import TOKEN_ID, build_tiny_model, sub_configs
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 EQUAL = 1e-5  # relative; attention over another number of tokens adds in another order
 
@@ -47,6 +48,30 @@ def packed_isolation(model: nn.Module) -> str:
     return "isolated" if difference <= EQUAL else f"packed documents see each other ({difference:.0e}): {advice}"
 
 
+def by_positions(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """Attention that tells documents apart by the positions it is handed alone, as flash attention does."""
+    positions, length = kwargs.get("position_ids"), query.shape[2]
+    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    if positions is not None:
+        documents = (positions[0] == 0).cumsum(0)
+        allowed &= documents[:, None] == documents[None]
+    options = {name: kwargs[name] for name in ("scaling", "dropout") if name in kwargs}
+    return sdpa_attention_forward(module, query, key, value, allowed[None, None], **options)
+
+
+def flash_isolation(config: PreTrainedConfig) -> str:
+    """packed_isolation as flash attention would give it: it never sees a mask, and not every family hands it the
+    positions."""
+    AttentionInterface.register("by_positions", by_positions)
+    model = build_tiny_model(config)
+    model.set_attn_implementation("by_positions")
+    if model.config._attn_implementation != "by_positions":
+        return "this architecture chooses its attention by itself: leave flash attention or --packing off"
+    return packed_isolation(model)
+
+
 def check_architecture(config: PreTrainedConfig, packing: bool) -> None:
     """Raise ValueError where positions see later ones or, under --packing, documents see each other.
 
@@ -55,14 +80,16 @@ def check_architecture(config: PreTrainedConfig, packing: bool) -> None:
     check_causal(config)
     if not packing:
         return
+    uses_flash = str(config._attn_implementation or "").startswith("flash")
+    plain = copy.deepcopy(config)
+    plain._attn_implementation = "sdpa" if uses_flash else config._attn_implementation
     try:
-        model = build_tiny_model(config)
+        isolation = flash_isolation(plain) if uses_flash else packed_isolation(build_tiny_model(plain))
     except Exception as error:
         raise ValueError(
             f"--packing: no tiny model could be built from this config to see whether documents stay apart "
             f"({type(error).__name__}: {str(error)[:80]}): leave --packing off for this architecture"
         ) from error
-    isolation = packed_isolation(model)
     if isolation != "isolated":
         raise ValueError(f"--packing: {isolation}")
 

@@ -132,7 +132,8 @@ class MemLimitArguments(FinetuneArguments):
     )
 
     def __post_init__(self) -> None:
-        if self.auto_find_batch_size:
+        sizes = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        if self.auto_find_batch_size and min(sizes) >= 1:  # else check_arguments has something to say
             self.per_device_train_batch_size *= self.gradient_accumulation_steps
             self.gradient_accumulation_steps = 1
 

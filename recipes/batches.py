@@ -3,10 +3,10 @@
 import math
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
-from accelerate import Accelerator
 from losses import IGNORE_INDEX, num_label_tokens
 from packing import collate_packed, length_grouped_order
 from torch.utils.data import DataLoader, Dataset
@@ -108,25 +108,26 @@ def training_steps(
         epoch, rows_seen = epoch + 1, 0
 
 
-def send_ahead(
-    accelerator: Accelerator, step: tuple[list[dict[str, torch.Tensor]], dict[str, int]]
-) -> tuple[list[dict[str, torch.Tensor]], dict[str, int], torch.Tensor]:
-    """A step's micro-batches on the device, their position, and [label tokens, tokens] of all ranks, on the device too.
+def fetch_ahead(steps: Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]], device: torch.device) -> Future:
+    """Read the next step and send it, now. The result is (micro-batches, position, [label tokens, tokens] of this
+    rank), on the device, or raises what went wrong, which concerns that step and not the one that runs.
 
-    Nothing here waits for the device: batches go from pinned memory, and the counts are summed over ranks there.
+    Nothing here waits for the device: all goes from pinned memory.
     """
-    micro_batches, position = step
-    counts = [
-        sum(num_label_tokens(b["labels"]) for b in micro_batches),
-        sum(b["labels"].numel() for b in micro_batches),
-    ]
 
     def send(values: torch.Tensor) -> torch.Tensor:
-        pinned = values if accelerator.device.type == "cpu" else values.pin_memory()
-        return pinned.to(accelerator.device, non_blocking=True)
+        return (values if device.type == "cpu" else values.pin_memory()).to(device, non_blocking=True)
 
-    sent = [{name: send(values) for name, values in batch.items()} for batch in micro_batches]
-    return sent, position, accelerator.reduce(send(torch.tensor(counts)))
+    future: Future = Future()
+    try:
+        micro_batches, position = next(steps)
+        labels = [batch["labels"] for batch in micro_batches]
+        counts = torch.tensor([sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))])
+        sent = [{name: send(values) for name, values in batch.items()} for batch in micro_batches]
+        future.set_result((sent, position, send(counts)))
+    except (Exception, SystemExit) as error:
+        future.set_exception(error)
+    return future
 
 
 def collate_rows(

@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
-from hook_config import HookConfig
+from architecture import flash_isolation
 from model_structure import find_blocks
 from torch import nn
 from transformers.integrations.liger import apply_liger_kernel
@@ -25,25 +25,36 @@ def use_kernels(model: nn.Module, arguments: Any, compute_dtype: str) -> list[st
     """Flash attention where packed rows can use it, Liger's kernels where asked for; returns what was done, in lines.
 
     Call after loading and before adapters. Flash attention of variable length reads the documents off the positions,
-    in micro-batches of one row; without it, packed rows pay for a mask of T x T. What the user named stays.
+    in micro-batches of one row, if the family hands them on (measured on a tiny model); without it, packed rows pay for
+    a mask of T x T. What the user named stays.
+
+    Raises:
+        ValueError: Liger has no kernels for this family.
     """
     lines = []
     fits = arguments.packing and arguments.per_device_train_batch_size == 1 and compute_dtype in ("bf16", "fp16")
     if fits and arguments.attn_implementation is None and is_flash_attn_2_available():
-        with contextlib.suppress(ValueError, ImportError):  # a family without it keeps its own
-            model.set_attn_implementation("flash_attention_2")
+        with contextlib.suppress(Exception):  # a family without it, or of which no tiny model can be built
+            if flash_isolation(model.config) == "isolated":
+                model.set_attn_implementation("flash_attention_2")
+        if model.config._attn_implementation == "flash_attention_2":
             lines.append("attention of packed rows: flash_attention_2")
     if arguments.use_liger_kernel:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # it would say nothing and do nothing
+            known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
+            raise ValueError(f"--use_liger_kernel: it has no kernels for {model.config.model_type}; it knows: {known}")
         apply_liger_kernel(model, NO_LOSS)
         lines.append("kernels: liger")
     return lines
 
 
-def compile_blocks(model: nn.Module, config: HookConfig) -> None:
+def compile_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> None:
     """Compile each block in place, its recompute inside and its FSDP unit outside: call between the two hooks.
 
     Equal blocks share one compilation; module and parameter names stay. Compiled dropout draws other numbers than
     eager dropout does.
     """
-    for _, block in find_blocks(model, config.fsdp_transformer_layer_cls_to_wrap):
+    for _, block in find_blocks(model, class_names):
         block.compile()

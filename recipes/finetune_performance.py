@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from architecture import check_architecture
 from arguments import PerformanceArguments, parse_arguments
-from batches import count_steps, evaluation_batches, send_ahead, training_steps
+from batches import count_steps, evaluation_batches, fetch_ahead, training_steps
 from block_kernels import check_kernels, compile_blocks, use_kernels
 from checkpoint import START, CheckpointWriter
 from data import preview
@@ -125,7 +125,7 @@ def main() -> None:
         units = plan_units(model, hook_config)
         apply_activation_checkpointing(model, recomputed, hook_config, is_cpu)
         if arguments.torch_compile:
-            compile_blocks(model, hook_config)
+            compile_blocks(model, hook_config.fsdp_transformer_layer_cls_to_wrap)
         policy, norm_policy = mixed_precision_policy(hook_config), norm_precision_policy(hook_config)
         apply_units(model, units, hook_config, mesh, policy, norm_policy)
         frozen_dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
@@ -219,16 +219,18 @@ def train(
     device, world_size = accelerator.device, accelerator.num_processes
     meter, skipped, skipped_in_a_row = StepMeter(), 0, 0
     step, is_stopping = state["step"], False
-    upcoming = send_ahead(accelerator, next(steps)) if step < log.total_steps else None
+    upcoming = fetch_ahead(steps, device)
     while step < log.total_steps and not is_stopping:
-        micro_batches, position, counts = upcoming  # [label tokens, tokens] of all ranks, on the device
+        micro_batches, position, counts = upcoming.result()
+        counts = accelerator.reduce(counts)  # [label tokens, tokens] of all ranks, still on the device
         loss_sum = forward_backward(accelerator, model, counts[0], hook_config, micro_batches)
         # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
         sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))]))
 
         # The device is still at work: read the next step's rows and send them.
         fetch_started = time.perf_counter()
-        upcoming = send_ahead(accelerator, next(steps)) if step + 1 < log.total_steps else None
+        if step + 1 < log.total_steps:
+            upcoming = fetch_ahead(steps, device)
         meter.data_s += time.perf_counter() - fetch_started
 
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)  # here the CPU waits for the device

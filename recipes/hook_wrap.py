@@ -245,9 +245,11 @@ def set_gradient_sync(model: FSDPModule, config: HookConfig, is_last_micro_batch
     model.set_requires_gradient_sync(config.hook_reduce_every_micro_batch or is_last_micro_batch)
 
 
-def reshard_all(model: nn.Module) -> None:
-    """Free gathered parameters. Call after every forward without backward (evaluation, generation): units that are not
-    resharded after forward would otherwise hand plain copies to the optimizer and the clipping."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def reshard_all(model: FSDPModule) -> None:
+    """Free gathered parameters, and forget the order in which units ran. Call after forwards without a backward
+    (evaluation, generation).
+
+    Units that are not resharded after forward would otherwise hand plain copies to the optimizer and the clipping, and
+    the next backward would begin by gathering the unit that ran last in the evaluation.
+    """
+    model.reset_iter_state()  # of all units; it reshards them

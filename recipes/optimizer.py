@@ -126,16 +126,18 @@ class OffloadedAdamW(torch.optim.AdamW):
         groups, slices = self.param_groups, list(self.slices())
         device = slices[0][0]["params"][0].device
         copies = None if device.type == "cpu" else torch.Stream(device=device)
-        visiting = self.send(slices[0], device, copies)
+        visiting, left = self.send(slices[0], device, copies), None
         try:
             for current, following in zip_longest(slices, slices[1:]):
                 if copies is not None:
                     arrive(visiting, copies)
+                if left is not None:
+                    left.synchronize()  # the slice before is home: else the host would soon ask for memory for all
                 upcoming = self.send(following, device, copies) if following else []
                 self.param_groups = current
                 super().step()
                 self.take_back(current, visiting)
-                visiting = upcoming
+                visiting, left = upcoming, copies and torch.accelerator.current_stream().record_event()
         finally:
             self.param_groups = groups
         if copies is not None:

@@ -21,6 +21,10 @@ ONE_ROW = (
     "hook_wrap_embeddings: true, a shorter --max_length, hook_offload_optimizer: true, fsdp_offload_params: true, more "
     "ranks."
 )
+TWO_TOKENS = (
+    "The gathered units alone are too large. Next, in this order: hook_wrap_blocks_per_unit: 1, hook_prefetch_units: "
+    "1, hook_wrap_embeddings: true, hook_offload_optimizer: true, fsdp_offload_params: true, more ranks."
+)
 OPTIMIZER = "Next, in this order: hook_offload_optimizer: true, fsdp_offload_params: true, --use_peft, more ranks."
 
 
@@ -59,8 +63,7 @@ class SmallerMicroBatches:
             if failure:
                 self.model.reset_iter_state()
                 release(device)
-                self.sent.start(already=self.sent.count)
-                forward_backward([filler(batch) for batch in pieces])
+                self.send_the_rest(forward_backward, pieces, failure)
             if not self.accelerator.reduce(torch.tensor([int(bool(failure))], device=device)).item():
                 return loss_sum
             self.model.zero_grad()  # of all the step's micro-batches: some hold another rank's filler
@@ -69,13 +72,23 @@ class SmallerMicroBatches:
             set_random_state(state, device)
             self.halve(failure)
 
+    def send_the_rest(self, forward_backward: Callable, pieces: list[Batch], failure: str) -> None:
+        """Send what the other ranks wait for. Out of memory here too, this rank ends, and with it the run."""
+        if self.accelerator.num_processes == 1:
+            return
+        self.sent.start(already=self.sent.count)
+        _, again = self.attempt(forward_backward, [filler(batch) for batch in pieces])
+        if again:
+            rank = self.accelerator.process_index
+            raise SystemExit(f"rank {rank}: out of memory ({failure}), and with rows of two tokens too. {TWO_TOKENS}")
+
     def attempt(
         self, forward_backward: Callable[[list[Batch]], torch.Tensor], pieces: list[Batch]
     ) -> tuple[torch.Tensor | None, str]:
         """(the result, "") or (None, what was out of memory); nothing of a failed attempt is kept alive."""
         try:
             return forward_backward(pieces), ""
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold the activations
@@ -115,8 +128,14 @@ def filler(batch: Batch) -> Batch:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+    """Whether a device or the host had no memory left, in the words of torch, CUDA's libraries, Triton or Python.
+
+    Not NCCL's own: whether that collective was sent is not known.
+    """
+    if isinstance(error, dist.DistBackendError):
+        return False
+    is_named = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or should_reduce_batch_size(error)
+    return is_named or "out of memory" in str(error).lower() or "ALLOC_FAILED" in str(error)
 
 
 def first_line(error: BaseException) -> str:
@@ -130,7 +149,7 @@ def stop_if_out_of_memory(where: str, advice: str) -> Iterator[None]:
     with stop_together():
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise ValueError(f"out of memory in {where} ({first_line(error)}). {advice}") from error
@@ -187,7 +206,7 @@ class CountedAllGather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         handle, is_sent = self.sent.send(
-            lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            lambda: dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         )
         if not is_sent:
             output_tensor.zero_()  # whatever is computed from it is thrown away; zeros overflow nowhere
@@ -206,7 +225,7 @@ class CountedReduceScatter(CountedAllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         handle, is_sent = self.sent.send(
-            lambda: dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            lambda: dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         )
         if not is_sent:
             output_tensor.zero_()

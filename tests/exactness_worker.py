@@ -260,7 +260,7 @@ def sharded_run(
     if chunk_tokens:
         compute_loss_in_chunks(model, chunk_tokens)
     if is_compiled:
-        compile_blocks(model, config)
+        compile_blocks(model, config.fsdp_transformer_layer_cls_to_wrap)
     mesh = make_device_mesh(accelerator)
     apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
     cast_stored_parameters(model, config)

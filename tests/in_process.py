@@ -222,6 +222,6 @@ class Run:
         return Done([process.exitcode for process in self.ranks], output)
 
 
-def finetune_in_process(arguments, log, **kwargs):
+def finetune_in_process(arguments, log, timeout_s=60, **kwargs):
     """Run to the end."""
-    return Run(arguments, log, **kwargs).wait()
+    return Run(arguments, log, **kwargs).wait(timeout_s)

@@ -11,11 +11,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from exactness_worker import Cell, compare, replica_run, same_bits, sharded_run
+from exactness_worker import Cell, compare, make_batches, replica_run, same_bits, sharded_run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import finetune_mem_limit
 import out_of_memory
+from evaluation import evaluate
 from hook_config import read_hook_config
 from launch import end, make_accelerator
 from model_structure import base_model
@@ -112,6 +113,20 @@ def main() -> None:
                 continue
             on = {"before_training": raise_at(place)} if rank == 1 else {}
             entry(f"{name}, {place}", cell, run(cell, **on))
+
+    # After an evaluation FSDP2 would gather its last unit first: on the ranks that go on, not on the one that failed.
+    def after_evaluation(place: str) -> Callable[[torch.nn.Module, torch.optim.Optimizer], None]:
+        def prepare(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            batches = make_batches(LAYOUTS["embeddings"], rank, world_size)[0]
+            evaluate(accelerator, model, batches, finetune_mem_limit.micro_batch_loss)
+            if rank == 1:
+                raise_at(place)(model, optimizer)
+
+        return prepare
+
+    for place in ("forward", "backward"):
+        cell = LAYOUTS["embeddings"]
+        entry(f"after an evaluation, {place}", cell, run(cell, before_training=after_evaluation(place)))
     both = {"before_training": raise_at("backward" if rank == 0 else "forward")}
     entry("both ranks at different places", LAYOUTS["block"], run(LAYOUTS["block"], **both))
     for kind, numbers in ((out_of_memory.CountedAllGather, (9,)), (out_of_memory.CountedReduceScatter, (12,))):
@@ -119,11 +134,14 @@ def main() -> None:
             entry(f"buffer of {kind.__name__}", LAYOUTS["block"], run(LAYOUTS["block"]))
 
     # Dropout: a step that is done again draws what it drew, as a run does that has small micro-batches from the start.
-    dropout = Cell("block", "every", training="lora", accumulation=3)
+    dropout = Cell("embeddings", "every", training="lora", accumulation=3)
     with mock.patch.object(finetune_mem_limit.SmallerMicroBatches, "split", split_from_the_start):
         expected = run(dropout)
     on = {"before_training": raise_at("backward")} if rank == 1 else {}
     results["dropout"] = same_bits(run(dropout, **on), expected)
+    results["dropout, after an evaluation"] = same_bits(
+        run(dropout, before_training=after_evaluation("forward")), expected
+    )
     with mock.patch.object(out_of_memory, "set_random_state"):
         results["dropout, not rewound"] = same_bits(run(dropout, **on), expected)
     said.clear()

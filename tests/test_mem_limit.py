@@ -119,7 +119,7 @@ def test_diff_to_finetune_is_the_scenario():
         for name in ("finetune.py", "finetune_mem_limit.py")
     ]
     changed = [line for line in difflib.unified_diff(*lines, n=0, lineterm="") if line[0] in "+-"][2:]
-    assert 0 < len(changed) <= 20, changed
+    assert 0 < len(changed) <= 30, changed
 
 
 def test_auto_find_batch_size_starts_with_the_rows_of_a_step():
@@ -129,6 +129,9 @@ def test_auto_find_batch_size_starts_with_the_rows_of_a_step():
     assert (plain.per_device_train_batch_size, plain.gradient_accumulation_steps) == (2, 4)
     found = parse_arguments([*named, *sizes, "--auto_find_batch_size"], kind=MemLimitArguments)
     assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (8, 1)
+    wrong = ["--per_device_train_batch_size", "-3", "--gradient_accumulation_steps", "-2", "--auto_find_batch_size"]
+    with pytest.raises(ValueError, match=r"--per_device_train_batch_size: found -3"):
+        parse_arguments([*named, *wrong], kind=MemLimitArguments)
     with pytest.raises(ValueError, match=r"--auto_find_batch_size \(an argument of finetune_mem_limit.py\)"):
         parse_arguments([*named, "--auto_find_batch_size"])
 
@@ -138,7 +141,7 @@ def test_script_learns_the_sample_under_its_yaml(tmp_path):
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
     arguments += ["--dataset_name", sample / "data", "--max_steps", 60, "--output_dir", tmp_path]
     config = CONFIGS / "mem_limit.yaml"
-    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_mem_limit")
+    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_mem_limit", timeout_s=180)
     assert not any(done.codes), done.output[-3000:]
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     (row,) = [row for row in rows if "exact_match_after" in row]

@@ -13,9 +13,10 @@ from tiny_models import tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torchao.optim.subclass_8bit import OptimState8bit
 from training_state import in_full, take_quantized, training_tensors
 from transformers import GPT2Config, GPT2LMHeadModel
+
+WITH_TORCHAO = "needs torchao (pip install torchao==0.18.0); no part of `make test`, since peft would import it always"
 
 
 @pytest.fixture
@@ -149,6 +150,7 @@ def test_8_bit_adamw_is_near_adamw_a_quarter_its_size_and_resumes_to_the_same_bi
 
     Its update runs uncompiled here: what inductor makes of it is torchao's own to test.
     """
+    pytest.importorskip("torchao", reason=WITH_TORCHAO)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     expected, plain, _ = train_sharded("adamw_torch_fused")
     found, optimizer, model = train_sharded("adamw_torch_8bit")
@@ -177,6 +179,7 @@ def test_8_bit_adamw_is_near_adamw_a_quarter_its_size_and_resumes_to_the_same_bi
 @pytest.mark.parametrize("signed", [True, False])
 def test_copy_in_full_gives_the_same_8_bits_again(one_rank, signed):
     """Blocks whose largest value is negative, tied with a positive one, or zero throughout."""
+    OptimState8bit = pytest.importorskip("torchao.optim.subclass_8bit", reason=WITH_TORCHAO).OptimState8bit
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 2, 256)[:, None]
     values[1], values[2, :2], values[2, 2:] = 0, torch.tensor([-1.0, 0.993]), 0.1
     values = values if signed else values.square()
@@ -192,6 +195,7 @@ def test_copy_in_full_gives_the_same_8_bits_again(one_rank, signed):
 
 
 def test_8_bit_adamw_that_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setattr(optimizer_module, "is_torchao_available", lambda: True)
     with pytest.raises(ValueError, match="hook_offload_optimizer: false"):
         make_optimizer(tiny_llama(), 1e-3, 0.0, (0.9, 0.999), 1e-8, is_offloaded=True, optim="adamw_torch_8bit")
     with pytest.raises(ValueError, match="--optim: found sgd, allowed: adamw_torch_fused, adamw_torch_8bit"):

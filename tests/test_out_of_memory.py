@@ -6,12 +6,13 @@ both). The step that is done again equals the replica of the unsplit micro-batch
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
+import torch.distributed as dist
 from launching import accelerate_launch
-from out_of_memory import SmallerMicroBatches, filler, is_out_of_memory
+from out_of_memory import SentInStep, SmallerMicroBatches, filler, is_out_of_memory
 from test_exactness import check_cell
 
 
@@ -25,7 +26,7 @@ def results(tmp_path_factory):
 
 def test_step_that_ran_out_of_memory_anywhere_equals_the_undisturbed_one(results):
     cells = results["cells"]
-    assert len(cells) == 5 + 3 * 3 - 1 + 1 + 2, list(cells)
+    assert len(cells) == 5 + 3 * 3 - 1 + 2 + 1 + 2, list(cells)
     for name, cell in cells.items():
         check_cell(name, cell, later=5)
 
@@ -39,7 +40,7 @@ def test_smaller_micro_batches_are_said_once_with_the_rank(results):
 
 
 def test_step_that_is_done_again_draws_the_same_random_numbers(results):
-    assert results["dropout"] is True
+    assert results["dropout"] is True and results["dropout, after an evaluation"] is True
     assert results["dropout, not rewound"] is False
 
 
@@ -85,5 +86,27 @@ def test_out_of_memory_is_told_from_other_errors():
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(real.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(ValueError("out of memory."))
-    assert should_reduce_batch_size(real.value)
+    for text in (
+        "CUDA error: out of memory\nCUDA kernel errors might be",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+    ):
+        assert is_out_of_memory(RuntimeError(text)), text
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(dist.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"))  # sent or not?
+
+
+def test_rank_that_cannot_even_go_through_two_tokens_says_so_and_ends():
+    smaller = SmallerMicroBatches.__new__(SmallerMicroBatches)
+    smaller.accelerator, smaller.sent = SimpleNamespace(num_processes=2, process_index=1), SentInStep()
+    batches = []
+
+    def too_much(pieces):
+        batches.extend(pieces)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    with pytest.raises(SystemExit, match=r"rank 1: out of memory \(first\), and with rows of two tokens too"):
+        smaller.send_the_rest(too_much, [batch_of(3)], "first")
+    assert batches[0]["input_ids"].shape == (1, 2)

@@ -2,15 +2,21 @@
 
 import difflib
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from architecture import check_architecture, flash_isolation, packed_isolation
 from arguments import PerformanceArguments, parse_arguments
+from batches import fetch_ahead
 from block_kernels import check_kernels, use_kernels
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES
+from shrink import build_tiny_model
 from test_exactness import check_cell, launch_worker
 from tiny_models import tiny_llama
-from torch import device
+from transformers import CONFIG_MAPPING
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def test_script_learns_the_sample_under_its_yaml(tmp_path):
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
     arguments += ["--dataset_name", sample / "data", "--output_dir", tmp_path, "--max_steps", 80]
     config = CONFIGS / "performance.yaml"
-    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance")
+    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance", timeout_s=180)
     assert not any(done.codes), done.output[-3000:]
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     (row,) = [row for row in rows if "exact_match_after" in row]
@@ -65,11 +71,11 @@ def test_packing_and_saving_aside_are_the_scripts_defaults():
 def test_kernels_that_cannot_run_here_are_refused_with_the_reason(monkeypatch):
     arguments = PerformanceArguments(use_liger_kernel=True)
     with pytest.raises(ValueError, match="pip install liger-kernel"):
-        check_kernels(arguments, device("cpu"))
+        check_kernels(arguments, torch.device("cpu"))
     monkeypatch.setattr("block_kernels.is_liger_kernel_available", lambda: True)
     with pytest.raises(ValueError, match="need a GPU"):
-        check_kernels(arguments, device("cpu"))
-    check_kernels(PerformanceArguments(), device("cpu"))
+        check_kernels(arguments, torch.device("cpu"))
+    check_kernels(PerformanceArguments(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +83,54 @@ def test_kernels_that_cannot_run_here_are_refused_with_the_reason(monkeypatch):
 )
 def test_flash_attention_is_chosen_for_packed_single_rows_that_name_no_other(monkeypatch, options):
     monkeypatch.setattr("block_kernels.is_flash_attn_2_available", lambda: True)
-    model, asked = tiny_llama(), []
-    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: asked.append(name))
-    assert use_kernels(model, PerformanceArguments(**options), "bf16") == [] == asked
-    assert use_kernels(model, PerformanceArguments(), "fp32") == [] == asked
+    model = tiny_llama()
+
+    def set_attention(self, name):
+        self.config._attn_implementation = name
+
+    monkeypatch.setattr(type(model), "set_attn_implementation", set_attention)
+    monkeypatch.setattr("block_kernels.flash_isolation", lambda config: "isolated")
+    assert use_kernels(model, PerformanceArguments(**options), "bf16") == []
+    assert use_kernels(model, PerformanceArguments(), "fp32") == []
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr("block_kernels.flash_isolation", lambda config: "packed documents see each other")
+    assert use_kernels(model, PerformanceArguments(), "bf16") == []
+    monkeypatch.setattr("block_kernels.flash_isolation", lambda config: "isolated")
     assert use_kernels(model, PerformanceArguments(), "bf16") == ["attention of packed rows: flash_attention_2"]
-    assert asked == ["flash_attention_2"]
+
+
+def test_family_that_does_not_hand_its_positions_on_would_leak_under_flash_attention():
+    """Its mask keeps documents apart; flash attention takes no mask and reads the positions."""
+    assert flash_isolation(CONFIG_MAPPING["llama"]()) == "isolated"
+    leaky = CONFIG_MAPPING["gpt_bigcode"]()
+    assert packed_isolation(build_tiny_model(leaky)) == "isolated"
+    assert "packed documents see each other" in flash_isolation(leaky)
+    check_architecture(leaky, packing=True)
+    leaky._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="packed documents see each other"):
+        check_architecture(leaky, packing=True)
+    assert "chooses its attention by itself" in flash_isolation(CONFIG_MAPPING["falcon"]())
+
+
+def test_liger_that_knows_no_such_family_is_an_error(monkeypatch):
+    known = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"mistral": None})
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
+    with pytest.raises(ValueError, match="no kernels for llama; it knows: mistral"):
+        use_kernels(tiny_llama(), PerformanceArguments(use_liger_kernel=True), "bf16")
+
+
+def test_error_in_the_next_steps_rows_waits_for_that_step():
+    labels = torch.tensor([[-100, 5, 6]])
+
+    def steps():
+        yield [{"input_ids": labels, "labels": labels}], {"epoch": 0, "rows_seen": 1}
+        raise ValueError("row 2 is bad")
+
+    rows = steps()
+    (batch,), position, counts = fetch_ahead(rows, torch.device("cpu")).result()
+    assert torch.equal(batch["labels"], labels) and position["rows_seen"] == 1 and counts.tolist() == [2, 3]
+    ahead = fetch_ahead(rows, torch.device("cpu"))  # does not raise
+    with pytest.raises(ValueError, match="row 2 is bad"):
+        ahead.result()
