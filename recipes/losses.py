@@ -21,8 +21,9 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     Labels are never passed to the model: its own loss is a mean over this micro-batch alone, and some architectures
     ignore the token count they are given.
     """
-    shifted = labels[:, 1:].reshape(-1)  # (B * (T-1),)
-    predictions = logits[:, :-1].float().flatten(0, 1)  # (B * (T-1), V)
+    # The labels are shifted and padded, not the logits cut: a slice of them would be copied, and its gradient too.
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()  # (B * T,)
+    predictions = logits.float().flatten(0, 1)  # (B * T, V)
     return F.cross_entropy(predictions, shifted, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
