@@ -98,7 +98,7 @@ def bare(loop: Loop, rank: int, folder: str, turns: Turns) -> None:
             dist.all_reduce(label_tokens)
         total = torch.zeros(())
         for batch in micro_batches:
-            labels = batch.pop("labels")[:, 1:].flatten()
+            labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE).flatten()
             loss = bare_loss(model(**batch).logits, labels) / label_tokens
             (loss * loop.processes).backward()
             total += loss.detach()
@@ -111,8 +111,8 @@ def bare(loop: Loop, rank: int, folder: str, turns: Turns) -> None:
 
 
 def bare_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of the next tokens, in fp32."""
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels, ignore_index=IGNORE, reduction="sum")
+    """Summed cross-entropy of the next tokens, in fp32. The labels are shifted and padded, so no logits are copied."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def write_config(loop: Loop, folder: str) -> str:
