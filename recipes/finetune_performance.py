@@ -1,11 +1,11 @@
-"""Fine-tune for tokens per second: finetune.py with packed rows, compiled blocks, and a device that never waits.
+"""Fine-tune for tokens per second: finetune.py with packed rows, compiled blocks, and rows sent ahead.
 
     accelerate launch --config_file accelerate_configs/performance.yaml recipes/finetune_performance.py
     accelerate launch --config_file accelerate_configs/performance.yaml recipes/finetune_performance.py \
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name my_chats.jsonl --torch_compile
 
-Once per step the CPU waits for the device, where the gradients' norm is checked before the weights change; all else is
-read there too, and the next step's batches are read and sent before it.
+The loop waits for the device once per step, where the gradients' norm is checked before the weights change; all else
+is read there too, and the next step's batches are read and sent before it.
 
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.

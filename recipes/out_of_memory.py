@@ -140,7 +140,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     """What an error says, without the allocator's statistics after it."""
-    return str(error).partition("\n")[0].partition(" GPU 0 has a total")[0][:200]
+    return str(error).partition("\n")[0].partition(" GPU ")[0][:200]
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ LAYOUTS = {
 
 def run_out() -> None:
     """What a GPU's allocator raises."""
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 1 GiB")
 
 
 def raise_at(place: str, rows: int = 1) -> Callable[[torch.nn.Module, torch.optim.Optimizer], None]:

@@ -37,6 +37,7 @@ def test_smaller_micro_batches_are_said_once_with_the_rank(results):
         ranks = ("rank 0: ", "rank 1: ") if name.startswith("both") else ("rank 1: ",)
         assert all(rank in said for rank in ranks) and said.count("rank ") == len(ranks), said
         assert "micro-batches of 1 instead of 2 row(s), 2 times as many" in said
+        assert "total capacity" not in said  # of the allocator's statistics nothing is repeated
 
 
 def test_step_that_is_done_again_draws_the_same_random_numbers(results):
