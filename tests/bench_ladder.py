@@ -7,11 +7,12 @@ memory, fused kernels, copies beside the computation) shows here as its price wi
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bench_turns import PAIRS, run_in_turn, speed_ratio
+from bench_turns import run_in_turn, speed_ratio
 from bench_work import IGNORE, SIZES, Loop, make_rows
 from launching import RECIPES
 
 MIB = 2**20
+ROUNDS = 8  # enough to see what a dial is worth; no bar hangs on it
 TOLERANCE = 2e-3  # of the loss in bf16: norms in fp32 and a loss in chunks round differently
 MODEL = {**SIZES, "vocab_size": 16384}
 LAYOUT = {"processes": 2, "rows_per_step": 16, "accumulation": 2, "length": 512, "dtype": "bf16", "sizes": MODEL}
@@ -50,7 +51,7 @@ def ladder() -> Iterator[str]:
     yield (
         f"Llama, hidden size {MODEL['hidden_size']}, {MODEL['num_hidden_layers']} layers, vocabulary "
         f"{MODEL['vocab_size']:,}, bf16, 2 processes, 16 rows of 512 tokens a step in 2 micro-batches. Speed: label "
-        f"tokens per second, medians of {PAIRS} steps taken in turn, [95% bounds]; memory: live tensor bytes at the "
+        f"tokens per second, medians of {ROUNDS} steps taken in turn, [95% bounds]; memory: live tensor bytes at the "
         "peak of a step of rank 0. Each row adds a dial to the row above and is compared with that row."
     )
     for script, dials in (("finetune_performance", PERFORMANCE), ("finetune_mem_limit", MEM_LIMIT)):
@@ -68,7 +69,7 @@ def climb(dials: tuple[tuple[str, dict, dict], ...]) -> Iterator[str]:
     for name, keys, changes in dials:
         loop = replace(loop, keys={**loop.keys, **keys}, **changes)
         loops[name] = loop
-    measured = run_in_turn(loops, tolerance=TOLERANCE)
+    measured = run_in_turn(loops, ROUNDS, TOLERANCE)
     above = dials[0][0]
     for name, found in measured.items():
         more_labels = label_tokens(loops[name]) / label_tokens(loops[above])
