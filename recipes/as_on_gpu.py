@@ -1,0 +1,100 @@
+"""What runs a step on fake CPU tensors as a GPU would run it: stand-ins for what needs the real thing.
+
+transformers takes a fake tensor for one that is being traced, and offloading copies to a host that a CPU run cannot
+tell from its device. tests/test_plan.py fails where an upgrade moves a name that is replaced here.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers.masking_utils
+import transformers.modeling_utils
+from memory_trace import MemoryTrace
+from optimizer import OffloadedAdamW
+
+
+def stand_in(world_size: int) -> SimpleNamespace:
+    """What forward_backward asks of an Accelerator: Accelerate's own does not run on fake tensors."""
+    return SimpleNamespace(
+        num_processes=world_size,
+        process_index=0,
+        device=torch.device("cpu"),
+        scaler=None,
+        backward=lambda loss: loss.backward(),
+    )
+
+
+def reads_documents(arguments: Any) -> bool:
+    """Whether attention is handed a mask of the documents in a packed row."""
+    return arguments.packing and not uses_flash(arguments)
+
+
+def uses_flash(arguments: Any) -> bool:
+    """Whether a GPU's attention would be flash attention of variable length: no mask exists then."""
+    named = (arguments.attn_implementation or "").startswith("flash")
+    by_itself = hasattr(arguments, "torch_compile") and arguments.attn_implementation is None
+    return named or (by_itself and arguments.packing and arguments.per_device_train_batch_size == 1)
+
+
+@contextlib.contextmanager
+def on_a_gpu(has_mask: bool) -> Iterator[None]:
+    """What a fake CPU would do otherwise than a GPU.
+
+    transformers takes a fake tensor for one that is being traced, and then always makes a mask of T x T; and it looks
+    for an accelerator to copy saved inputs from.
+    """
+    with contextlib.ExitStack() as stack:
+        if not has_mask:
+            stack.enter_context(
+                mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+            )
+        stack.enter_context(mock.patch.object(transformers.modeling_utils, "save_on_cpu", SavedOnHost))
+        yield
+
+
+class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """torch's save_on_cpu, with a host that is told apart by the trace alone."""
+
+    trace: MemoryTrace | None = None
+
+    def __init__(self, **_: Any) -> None:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            with SavedOnHost.trace.host() if SavedOnHost.trace is not None else contextlib.nullcontext():
+                return tensor.clone()
+
+        super().__init__(pack, torch.clone)
+
+
+@contextlib.contextmanager
+def offloading_seen(trace: MemoryTrace) -> Iterator[None]:
+    """Count copies in host memory as such."""
+    take_back = OffloadedAdamW.take_back
+
+    def to_host(self: OffloadedAdamW, *args: Any) -> None:
+        with trace.host():
+            take_back(self, *args)
+
+    with mock.patch.object(OffloadedAdamW, "take_back", to_host), mock.patch.object(SavedOnHost, "trace", trace):
+        yield
+
+
+def notes_on(arguments: Any, is_padded: bool, traced: int) -> list[str]:
+    """What is counted otherwise than it would run, or refused."""
+    notes = []
+    if getattr(arguments, "optim", "adamw_torch_fused") == "adamw_torch_8bit":
+        raise ValueError("--optim adamw_torch_8bit: its compiled update does not run on fake tensors; plan without it")
+    if getattr(arguments, "torch_compile", False):
+        notes.append("--torch_compile: counted without; compiled blocks need less")
+    if getattr(arguments, "use_liger_kernel", False):
+        notes.append("--use_liger_kernel: counted without; its kernels need less")
+    if uses_flash(arguments):
+        notes.append("attention counted as flash attention: no mask of T x T")
+    elif is_padded or arguments.packing:
+        notes.append("attention counted with a mask of T x T, which padded or packed rows need without flash attention")
+    if arguments.gradient_accumulation_steps > traced:
+        notes.append(f"{traced} of {arguments.gradient_accumulation_steps} micro-batches were run")
+    return notes

@@ -1,0 +1,130 @@
+"""What to change when a plan does not fit, in the order of the README's ladder, each change planned and not guessed."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from planned_step import Request
+from planning import Plan
+
+AT_ONCE = 2  # plans made at the same time: each is a process of its own
+SMALLEST = {"per_device_train_batch_size": 1, "max_length": 128}  # steps in which --max searches
+Planner = Callable[[Request, str], Plan | None]  # None: it cannot be planned
+
+
+def changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """Every single change that would save memory and is not made yet, with its request."""
+    config, arguments = request.hook_config, request.arguments
+
+    def keys(**values: object) -> Request:
+        return dataclasses.replace(request, hook_config={**config, **values})
+
+    def with_arguments(**values: object) -> Request:
+        return dataclasses.replace(request, arguments={**arguments, **values})
+
+    recomputes = config["fsdp_activation_checkpointing"]
+    if not recomputes or config["hook_checkpoint_every_n_blocks"] > 1 or config["hook_checkpoint_mode"] != "full":
+        every = {"hook_checkpoint_every_n_blocks": 1, "hook_checkpoint_mode": "full", "hook_checkpoint_function": None}
+        yield "recompute every block", keys(fsdp_activation_checkpointing=True, **every)
+    wraps_blocks = config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" and not config["hook_wrap_function"]
+    per_block = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "hook_wrap_blocks_per_unit": 1}
+    if not wraps_blocks or config["hook_wrap_blocks_per_unit"] > 1:
+        yield "hook_wrap_blocks_per_unit: 1", keys(**per_block, hook_wrap_function=None)
+    if not config["hook_wrap_embeddings"]:
+        yield "hook_wrap_embeddings: true", keys(hook_wrap_embeddings=True, **({} if wraps_blocks else per_block))
+    if not config["fsdp_reshard_after_forward"]:
+        yield "fsdp_reshard_after_forward: true", keys(fsdp_reshard_after_forward=True)
+    if config["hook_prefetch_units"] > 1:
+        yield "hook_prefetch_units: 1", keys(hook_prefetch_units=1)
+    if not config["hook_reduce_every_micro_batch"] and arguments["gradient_accumulation_steps"] > 1:
+        yield "hook_reduce_every_micro_batch: true", keys(hook_reduce_every_micro_batch=True)
+    if request.script != "finetune_mem_limit.py":
+        yield "finetune_mem_limit.py (loss in chunks)", dataclasses.replace(request, script="finetune_mem_limit.py")
+    rows, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
+    if rows > 1:
+        half = {"per_device_train_batch_size": -(-rows // 2), "gradient_accumulation_steps": 2 * accumulation}
+        yield f"--per_device_train_batch_size {half['per_device_train_batch_size']}", with_arguments(**half)
+    if not config["hook_offload_optimizer"] and not config["fsdp_offload_params"]:
+        yield "hook_offload_optimizer: true", keys(hook_offload_optimizer=True)
+    if recomputes and not config["fsdp_activation_checkpointing_offload"]:
+        yield "fsdp_activation_checkpointing_offload: true", keys(fsdp_activation_checkpointing_offload=True)
+    if not config["fsdp_offload_params"]:
+        yield "fsdp_offload_params: true", keys(fsdp_offload_params=True)
+    if arguments["max_length"] > 256:
+        shorter = arguments["max_length"] // 2
+        yield f"--max_length {shorter}", with_arguments(max_length=shorter)
+    yield (
+        f"--num_processes {2 * request.num_processes}",
+        dataclasses.replace(request, num_processes=2 * request.num_processes),
+    )
+
+
+def merged(base: Request, first: Request, second: Request) -> Request:
+    """Two requests that change `base` each, as one that makes both changes."""
+
+    def both(name: str) -> dict:
+        old, one, other = (getattr(request, name) for request in (base, first, second))
+        return {key: other[key] if other[key] != old.get(key) else one[key] for key in one}
+
+    whole = copy.copy(first)
+    whole.hook_config, whole.arguments = both("hook_config"), both("arguments")
+    whole.script = second.script if second.script != base.script else first.script
+    whole.num_processes = second.num_processes if second.num_processes != base.num_processes else first.num_processes
+    return whole
+
+
+def advise(request: Request, plan: Plan, planner: Planner) -> tuple[list[Plan], str]:
+    """All single changes as plans, and the sentence that says what to do.
+
+    The cheapest change that makes it fit is the one of most tokens per second. Where no single one does, changes that
+    save the most are made together until it fits.
+    """
+    candidates = list(changes(request))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        tried = list(pool.map(lambda change: planner(change[1], change[0]), candidates))
+    found = [(change, one) for change, one in zip(candidates, tried) if one is not None]
+    plans = [one for _, one in found]
+    fitting = [one for one in plans if one.verdict == "fits"]
+    if fitting:
+        best = max(fitting, key=lambda one: one.tokens_per_second)
+        return plans, f"cheapest single change that fits: {best.name} (saves {saving(plan, best):.2f} GiB)"
+    together, names = request, []
+    for (name, changed), one in sorted(found, key=lambda pair: pair[1].comfortable):
+        if saving(plan, one) <= 0:
+            break
+        together, names = merged(request, together, changed), [*names, name]
+        if len(names) == 1:
+            continue
+        both = planner(together, " + ".join(names))
+        if both is not None and both.verdict == "fits":
+            return plans, f"no single change fits; together these do: {both.name} ({both.comfortable:.2f} GiB)"
+    return plans, "no change here makes it fit: a smaller model, LoRA (--use_peft), or more or larger GPUs"
+
+
+def saving(plan: Plan, other: Plan) -> float:
+    """GiB that another plan needs less than this one, to be comfortable."""
+    return plan.comfortable - other.comfortable
+
+
+def largest(request: Request, name: str, planner: Planner) -> tuple[int, Plan | None]:
+    """The largest value of an argument that fits, and its plan; 0 where not even the smallest does."""
+    step = SMALLEST[name]
+    fits: dict[int, Plan] = {}
+
+    def does_fit(value: int) -> bool:
+        changed = dataclasses.replace(request, arguments={**request.arguments, name: value})
+        plan = planner(changed, f"--{name} {value}")
+        if plan is not None and plan.verdict == "fits":
+            fits[value] = plan
+        return value in fits
+
+    if not does_fit(step):
+        return 0, None
+    low, high = step, 2 * step
+    while does_fit(high):
+        low, high = high, 2 * high
+    while high - low > max(step, low // 16 // step * step):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if does_fit(middle) else (low, middle)
+    return low, fits[low]

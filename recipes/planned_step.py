@@ -1,0 +1,65 @@
+"""What to plan, what comes of it, and the process that finds out: trace_step.py runs the step, since some of torch's
+tools end the process that they run in.
+"""
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Request:
+    """What to run. `is_padded`: rows of unequal length, which attention masks; `is_fake`: no memory behind tensors."""
+
+    script: str
+    arguments: dict[str, Any]
+    hook_config: dict[str, Any]
+    num_processes: int
+    is_padded: bool = False
+    is_fake: bool = True
+    round_to: int = 512
+
+
+@dataclass
+class PlannedStep:
+    """What a step of one rank holds and sends. Bytes, unless it says otherwise."""
+
+    peak: int = 0
+    peak_at: str = ""
+    parts: dict[str, int] = field(default_factory=dict)  # at the peak
+    phase_peaks: dict[str, int] = field(default_factory=dict)  # forward, backward, clip, optimizer step, evaluation
+    reserved: int = 0  # what CUDA's allocator would ask of the driver
+    host: int = 0  # peak of what is offloaded to host memory
+    peak_with_host: int = 0  # what a CPU run, whose device is the host, has at once
+    counts: dict[str, int] = field(default_factory=dict)  # MemoryTrace.counts, of a whole optimizer step
+    timeline: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    parameters: int = 0
+    trainable: int = 0
+    state: int = 0  # parameter, gradient and optimizer shards, wherever they lie
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # that planning took
+
+
+def plan_step(request: Request) -> PlannedStep:
+    """Run a step in a process of its own.
+
+    Raises:
+        ValueError: the model or these arguments cannot be planned, with the reason.
+    """
+    text = json.dumps(dataclasses.asdict(request), default=str)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("trace_step.py")], input=text, capture_output=True, text=True
+    )
+    line = done.stdout.strip().splitlines()[-1:]
+    with contextlib.suppress(json.JSONDecodeError, IndexError):
+        answer = json.loads(line[0])
+        if "error" not in answer:
+            return PlannedStep(**answer)
+        raise ValueError(f"This cannot be planned: {answer['error']}")
+    last = (done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"])[-1]
+    raise ValueError(f"This cannot be planned: {last}")

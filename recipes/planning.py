@@ -1,0 +1,116 @@
+"""A plan: a traced step beside the memory that there is, and an estimate of its time."""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from planned_step import PlannedStep, Request, plan_step
+from roofline import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, step_seconds
+
+GIB = 2**30
+OUTSIDE_GIB = 2.0  # CUDA context and modules 0.3-1, NCCL's first communicator 0.5-1: measure it once on your cluster
+
+
+@dataclass
+class Plan:
+    """A planned step beside the memory that there is. GiB."""
+
+    name: str
+    step: PlannedStep
+    outside: float  # CUDA context, communicator: what no allocator sees
+    capacity: float | None
+    seconds: dict[str, float]  # roofline.step_seconds
+    tokens: int  # per optimizer step and GPU
+    host: dict[str, float] = field(default_factory=dict)  # on one machine, by what needs it
+
+    @property
+    def needs(self) -> float:
+        """GiB below which it cannot run: what is live at once, and what no allocator sees."""
+        return self.step.peak / GIB + self.outside
+
+    @property
+    def comfortable(self) -> float:
+        """GiB that the allocator would take if it could: below, it has to give memory back and ask again."""
+        return self.step.reserved / GIB + self.outside
+
+    @property
+    def headroom(self) -> float:
+        """GiB left of the capacity beside what is comfortable."""
+        return (self.capacity or 0.0) - self.comfortable
+
+    @property
+    def verdict(self) -> str:
+        """fits, tight (runs, but the allocator gives memory back and asks again), or does not fit."""
+        if self.capacity is None:
+            return "no --gpu_memory given"
+        return "fits" if self.headroom >= 0 else "tight" if self.needs <= self.capacity else "does not fit"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and GPU, by the roofline."""
+        return self.tokens / self.seconds["step"]
+
+
+def make_request(
+    arguments: Any,
+    config: Any,
+    script: str,
+    num_processes: int | None,
+    equal_lengths: bool = False,
+) -> Request:
+    """What to trace. Rows of a micro-batch of several are padded unless it is said that they are of equal length."""
+    ranks = num_processes or config.num_processes or yaml_processes(config)
+    is_padded = arguments.per_device_train_batch_size > 1 and not arguments.packing and not equal_lengths
+    return Request(script, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, is_padded)
+
+
+def yaml_processes(config: Any) -> int:
+    """num_processes of the YAML."""
+    return int(yaml.safe_load(Path(config.path).read_text(encoding="utf-8")).get("num_processes") or 1)
+
+
+def named(request: Request, config: Any) -> str:
+    """The plan's title."""
+    a = request.arguments
+    return (
+        f"{a['model_name_or_path']} | {Path(config.path).name}, {request.script}"
+        f"{', LoRA' if a['use_peft'] else ''} | {request.num_processes} ranks | "
+        f"{a['per_device_train_batch_size']} x {a['max_length']} tokens x {a['gradient_accumulation_steps']}"
+    )
+
+
+def make_plan(
+    request: Request, name: str, capacity: float | None = None, gpu: str = DEFAULT_GPU, outside: float = OUTSIDE_GIB
+) -> Plan:
+    """Trace a step and set it beside the memory that there is.
+
+    Raises:
+        ValueError: it cannot be planned, with the reason.
+    """
+    step, config, arguments = plan_step(request), request.hook_config, request.arguments
+    offloads_all, offloads = config["fsdp_offload_params"], config["hook_offload_optimizer"]
+    moments = step.trainable * 8 // request.num_processes
+    copied = 2 * step.state if offloads_all else 2 * moments if offloads else 0
+    is_fp32 = config["hook_param_dtype"] == "fp32"
+    seconds = step_seconds(step.counts, GPUS[gpu], request.num_processes, is_fp32, step.state, copied)
+    rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
+    ranks = min(request.num_processes, GPUS_PER_MACHINE)
+    weights = step.parameters * (4 if config["mixed_precision"] == "no" else 2) / GIB
+    host = {"weights mapped while loading (page cache)": weights}
+    if step.host:
+        host["offloaded, pinned"] = ranks * step.host / GIB
+    return Plan(name, step, outside, capacity, seconds, rows * arguments["max_length"], host)
+
+
+def capacity_gib(gpu_memory: str | None = None, gpu: str | None = None) -> float | None:
+    """GiB of a GPU, None where nothing says it."""
+    if gpu_memory is not None:
+        size = float(re.match(r"[\d.]+", gpu_memory)[0])
+        return size * 1e9 / GIB if gpu_memory.endswith("GB") else size
+    if gpu is not None:
+        return GPUS[gpu].memory_gib
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None

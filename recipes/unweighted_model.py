@@ -1,0 +1,46 @@
+"""A model of real size without its weights: from its config alone, on the meta device or on fake tensors."""
+
+from typing import Any
+
+import torch
+from model_structure import set_use_cache
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+
+def load_without_weights(arguments: Any) -> nn.Module:
+    """The model as model_loading.load_model would give it, from its config alone."""
+    source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
+    config = AutoConfig.from_pretrained(arguments.model_name_or_path, **source)
+    attention = arguments.attn_implementation
+    if (attention or "").startswith("flash"):
+        attention = "sdpa"  # keeps the same tensors
+    model = AutoModelForCausalLM.from_config(
+        config,
+        dtype=config_dtype(config),
+        attn_implementation=attention,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    set_use_cache(model, False)
+    return model.train()
+
+
+def leave_meta(model: nn.Module) -> None:
+    """Give a model on the meta device fake tensors of the CPU in place; tied ones stay tied.
+
+    nn.Module.to_empty would untie them, and peft cannot move fake parameters.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if value not in made:
+                made[value] = torch.empty_like(value, device="cpu")
+                if isinstance(value, nn.Parameter):
+                    made[value] = nn.Parameter(made[value], value.requires_grad)
+            setattr(module, name, made[value])
+
+
+def config_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that the checkpoint's config names, bf16 where it names none."""
+    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    return getattr(torch, named) if isinstance(named, str) else named
