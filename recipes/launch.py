@@ -4,10 +4,12 @@ import atexit
 import contextlib
 import functools
 import gc
+import json
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -83,8 +85,19 @@ def stop_together() -> Iterator[None]:
             ranks = [rank for rank, other in enumerate(failures) if other == message]
             where = "" if len(ranks) == len(failures) else f"rank {', '.join(map(str, ranks))}: "
             print(f"\nError: {where}{message}\n", file=sys.stderr, flush=True)
+    tell_launcher("\n".join(dict.fromkeys(message for message in failures if message)))
     dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
     sys.exit(1)
+
+
+def tell_launcher(message: str) -> None:
+    """Give torch's elastic launcher what it prints as this rank's failure, in the file it names for that."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
 
 
 def note_stop_signals() -> list[int]:

@@ -4,12 +4,31 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from planned_step import Request
-from planning import Plan
+from planning import Plan, make_plan, make_request
 
 AT_ONCE = 2  # plans made at the same time: each is a process of its own
 SMALLEST = {"per_device_train_batch_size": 1, "max_length": 128}  # steps in which --max searches
+# Which changes help first where it happened, in the order of the README's ladder (beginnings of plan_advice's names).
+ACTIVATIONS_FIRST = ("recompute every block", "--per_device_train_batch_size", "finetune_mem_limit.py", "hook_wrap_emb")
+ACTIVATIONS_FIRST += ("--max_length", "hook_offload_optimizer", "fsdp_offload_params")
+KNOBS = {
+    "forward": ACTIVATIONS_FIRST,
+    "backward": ACTIVATIONS_FIRST,
+    "logits and loss": ("finetune_mem_limit.py", "--per_device_train_batch_size", "--max_length"),
+    "gathering a unit": ("hook_wrap_blocks_per_unit", "hook_prefetch_units", "hook_wrap_emb", "recompute every block"),
+    "clipping": ("hook_offload_optimizer", "fsdp_offload_params", "--num_processes"),
+    "the optimizer's step": ("hook_offload_optimizer", "fsdp_offload_params", "--num_processes"),
+    "evaluation": (),
+    "saving": (),
+}
+ADVICE = {
+    "evaluation": "lower --per_device_eval_batch_size",
+    "saving": "leave --async_save off (it copies the state to the host), or save less often",
+}
+PLANNED = 3  # knobs whose saving is predicted
 Planner = Callable[[Request, str], Plan | None]  # None: it cannot be planned
 
 
@@ -105,6 +124,30 @@ def advise(request: Request, plan: Plan, planner: Planner) -> tuple[list[Plan], 
 def saving(plan: Plan, other: Plan) -> float:
     """GiB that another plan needs less than this one, to be comfortable."""
     return plan.comfortable - other.comfortable
+
+
+def next_knobs(place: str, arguments: Any, hook_config: Any, script: str, num_processes: int) -> Iterator[str]:
+    """What to change, best first, with what the planner predicts that each saves; said without where it cannot plan."""
+    if place in ADVICE:
+        yield ADVICE[place]
+        return
+    request = make_request(arguments, hook_config, script, num_processes)
+    wanted = KNOBS.get(place, ACTIVATIONS_FIRST)
+    possible = dict(changes(request))
+    ordered = [name for knob in wanted for name in possible if name.startswith(knob)][:PLANNED]
+    try:
+        before = make_plan(request, "as it is")
+    except (ValueError, OSError) as error:
+        yield from ordered or ["more ranks, or a smaller model"]
+        yield f"(no prediction: {error})"
+        return
+    yield f"as it is, a rank needs {before.needs:.2f} GiB and is comfortable at {before.comfortable:.2f} (predicted)"
+    for name in ordered or list(possible)[:PLANNED]:
+        try:
+            after = make_plan(possible[name], name)
+            yield f"{name}: saves {before.comfortable - after.comfortable:.2f} GiB (predicted)"
+        except (ValueError, OSError) as error:
+            yield f"{name} (no prediction: {error})"
 
 
 def largest(request: Request, name: str, planner: Planner) -> tuple[int, Plan | None]:

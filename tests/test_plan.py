@@ -133,7 +133,8 @@ def test_collectives_and_operations_are_those_of_the_layout(truths):
     attention = 4 * (2 * 2 * 8 * 128 * 128 * 32 * 2) // 2  # layers x (two products, causal) of 2 rows and 8 heads
     assert one["counts"]["forward flops"] == rows * (blocks + head) + attention
     assert one["counts"]["backward flops"] == 2 * rows * (blocks + head) + int(2.5 * attention)
-    assert one["counts"]["recompute flops"] == rows * blocks + attention
+    last = 2 * 704 * 256 * 4  # torch stops a recompute before a block's last product, of which nothing was saved
+    assert one["counts"]["recompute flops"] == rows * (blocks - last) + attention
     assert "recompute flops" not in none["counts"]
     once, each = truths["reduced once a step"], truths["reduced each time"]
     assert once["counts"]["reduce-scatter calls"] == 3 and each["counts"]["reduce-scatter calls"] == 2 * 6

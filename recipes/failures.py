@@ -1,0 +1,75 @@
+"""When the training loop fails on a rank: say rank, step, place and cause, last on the screen, and end."""
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from launch import tell_launcher
+from memory_diagnosis import explain_out_of_memory
+from torch import nn
+
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+# Function names on the stack, innermost first, that say where in a step it happened.
+PLACES = (
+    ("saving", ("save", "write_state")),
+    ("evaluation", ("evaluate", "greedy_answers")),
+    ("clipping", ("clip_grad_norm",)),
+    ("the optimizer's step", ("adamw", "_fused_adamw", "take_back", "send", "optimizer_step")),
+    ("gathering a unit", ("foreach_all_gather", "unshard", "foreach_all_gather_copy_out")),
+    ("logits and loss", ("token_loss_sum", "cross_entropy", "chunk_loss")),
+    ("backward", ("_engine_run_backward", "backward")),
+    ("forward", ("forward",)),
+)
+
+
+@contextlib.contextmanager
+def explained_failures(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    arguments: Any,
+    hook_config: Any,
+    script: str,
+    step_now: Callable[[], int],
+) -> Iterator[None]:
+    """Run the training loop. What fails on this rank is printed with rank, step and place, and ends it with status 1.
+
+    Its exit makes the launcher end the others, which print nothing: they only lost a peer. The message is handed to the
+    launcher as well, which repeats it in its own last lines.
+    """
+    try:
+        yield
+    except Exception as error:
+        rank, step = accelerator.process_index, step_now() + 1
+        if any(words in str(error) for words in PEER_IS_GONE):
+            sys.exit(1)  # another rank has failed, and says why
+        where, say = place_of(error, model), partial(print, file=sys.stderr, flush=True)
+        path = Path(arguments.output_dir, f"out_of_memory-rank-{rank}.json")
+        run = arguments, hook_config, script, accelerator.num_processes
+        lines = explain_out_of_memory(error, where, model, optimizer, run, path, say)
+        lines = lines or [f"in {where}: {type(error).__name__}: {error}", traceback.format_exc()]
+        message = f"rank {rank}, step {step}: " + "\n".join(lines)
+        tell_launcher(message)
+        say(f"\nError: {message}\n")
+        sys.exit(1)
+
+
+def place_of(error: BaseException, model: nn.Module) -> str:
+    """Where in a step an exception comes from, with the module that ran: `forward: model.layers.3.mlp`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_code.co_name for frame in frames]
+    place = next((place for place, functions in PLACES if set(functions) & set(names)), "the loop")
+    known = {module: name for name, module in model.named_modules()}
+    modules = [known[owner] for owner in (frame.f_locals.get("self") for frame in frames) if is_known(owner, known)]
+    return f"{place}: {modules[-1]}" if modules and modules[-1] else place
+
+
+def is_known(owner: Any, known: dict[nn.Module, str]) -> bool:
+    """Whether a frame's self is one of the model's modules."""
+    return isinstance(owner, nn.Module) and owner in known
