@@ -79,10 +79,15 @@ def stop_together() -> Iterator[None]:
     if not any(failures):
         return
     if dist.get_rank() == 0:
+        told = []
         for message in dict.fromkeys(message for message in failures if message):
             ranks = [rank for rank, other in enumerate(failures) if other == message]
             where = "" if len(ranks) == len(failures) else f"rank {', '.join(map(str, ranks))}: "
-            print(f"\nError: {where}{message}\n", file=sys.stderr, flush=True)
+            told.append(f"{where}{message}")
+            print(f"\nError: {told[-1]}\n", file=sys.stderr, flush=True)
+        sys.last_value = SystemExit(
+            "\n".join(told)
+        )  # where Python keeps an error that nobody caught: for run_record.py
     dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
     sys.exit(1)
 
