@@ -12,8 +12,8 @@ To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_
 data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, evaluation.py, greedy_answers.py,
 hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py, launch.py,
 launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py, optimizer.py, packing.py,
-prepare_data.py, resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py, streaming.py,
-training_state.py, utils.py, wrap_report.py and a YAML.
+prepare_data.py, report.py, report_plots.py, resume.py, run_files.py, run_folder.py, run_record.py, shrink.py,
+shrink_layers.py, start_lines.py, streaming.py, training_state.py, utils.py, wrap_report.py and a YAML.
 """
 
 import math
@@ -152,7 +152,8 @@ def main() -> None:
         with stop_together():
             lines += resume(accelerator, model, optimizer, scheduler, checkpoint)
         accelerator.print(f"resumed from {checkpoint}: step {state['step']} of {total_steps}", *lines, sep="\nnote: ")
-    accelerator.print("\n".join([*data.lines, *start_lines(hook_config, arguments, accelerator, total_steps)]))
+    log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
+    log.start(arguments, hook_config, [*data.lines, *start_lines(hook_config, arguments, accelerator, total_steps)])
     accelerator.init_trackers(Path(output_dir).name)
 
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
@@ -165,7 +166,6 @@ def main() -> None:
     steps = training_steps(data.train, *share, arguments.dataloader_num_workers, arguments.group_by_length, **position)
     if data.stream is not None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
-    log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
     if test_batches and checkpoint is None:
         log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
@@ -175,7 +175,7 @@ def main() -> None:
         log.say(writer.wait())
     if not is_finished:
         log.say("stopped by a signal; " + ("resume from latest" if writer.is_saved else "its state could NOT be saved"))
-        log.close()
+        log.close("stopped by a signal")
         end(accelerator)
         sys.exit(STOPPED if writer.is_saved else 1)
     best = decided_by_rank_0(best_checkpoint, output_dir) if arguments.load_best_model_at_end else None
@@ -184,13 +184,11 @@ def main() -> None:
             load_weights(model, optimizer, best)
         log.say(f"lowest eval_loss: {best}, loaded")
     if prompts:
-        scores, text = compare_answers(prompts, expected, before, answer_prompts())
-        log.write(total_steps, scores)
-        log.say(text)
-    log.close()
+        log.write_answers(total_steps, *compare_answers(prompts, expected, before, answer_prompts()))
     with stop_together():
         export_model(model, tokenizer, Path(output_dir, "model"), export_dtype, accelerator.is_main_process)
-    accelerator.print(f"model: {output_dir}/model | metrics: {log.path} | what FSDP did: {output_dir}/wrap_report.json")
+    log.close()
+    accelerator.print(f"model: {output_dir}/model | metrics: {log.path}")
     end(accelerator)
 
 

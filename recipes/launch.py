@@ -80,12 +80,15 @@ def stop_together() -> Iterator[None]:
     dist.all_gather_object(failures, failure, group=group)
     if not any(failures):
         return
+    told = []
+    for message in dict.fromkeys(message for message in failures if message):
+        ranks = [rank for rank, other in enumerate(failures) if other == message]
+        told.append(("" if len(ranks) == len(failures) else f"rank {', '.join(map(str, ranks))}: ") + message)
     if dist.get_rank() == 0:
-        for message in dict.fromkeys(message for message in failures if message):
-            ranks = [rank for rank, other in enumerate(failures) if other == message]
-            where = "" if len(ranks) == len(failures) else f"rank {', '.join(map(str, ranks))}: "
-            print(f"\nError: {where}{message}\n", file=sys.stderr, flush=True)
-    tell_launcher("\n".join(dict.fromkeys(message for message in failures if message)))
+        for message in told:
+            print(f"\nError: {message}\n", file=sys.stderr, flush=True)
+    tell_launcher("\n".join(told))
+    sys.last_value = SystemExit("\n".join(told))  # where Python keeps an error that nobody caught: for run_record.py
     dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
     sys.exit(1)
 

@@ -1,14 +1,16 @@
 """What is measured per step, and where it is written: the log line, metrics.jsonl, the trackers."""
 
-import contextlib
 import gc
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
+from run_files import read_metrics, write_whole
+from run_record import RunRecord, run_facts
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -48,11 +50,13 @@ class StepMeter:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peak reserved memory since the last call on a GPU; bytes of live tensors now on a CPU (named so)."""
+    """Of this rank: on a GPU peak reserved and allocated memory since the last call, and how often so far the allocator
+    had to free its cache and try again; on a CPU bytes of live tensors, and of the process, now (named so)."""
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(device) / GIB
+        peak, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
+        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
         torch.cuda.reset_peak_memory_stats(device)
-        return {"peak_mem_gib": peak}
+        return {"peak_mem_gib": peak / GIB, "peak_allocated_gib": allocated / GIB, "num_alloc_retries": retries}
     storages = {}
     for value in gc.get_objects():
         if type(value) in TENSOR_TYPES and value.device.type == "cpu":  # exact types: isinstance is far slower here
@@ -60,7 +64,7 @@ def memory(device: torch.device) -> dict[str, float]:
             if type(value) in TENSOR_TYPES:  # else it is made of other tensors, which are in the list themselves
                 storage = value.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-    return {"live_tensors_gib": sum(storages.values()) / GIB}
+    return {"live_tensors_gib": sum(storages.values()) / GIB, "process_gib": psutil.Process().memory_info().rss / GIB}
 
 
 def format_line(step: int, total_steps: int, values: dict[str, float]) -> str:
@@ -82,30 +86,30 @@ def format_line(step: int, total_steps: int, values: dict[str, float]) -> str:
     return " | ".join(fields)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that a kill left unfinished is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
-
-
 class MetricsLog:
-    """metrics.jsonl, the trackers of --report_to, and the progress bar of a terminal. Writes on the main process."""
+    """metrics.jsonl, the trackers of --report_to, the progress bar of a terminal, and from `start` on the run's record
+    and report. Writes on the main process."""
 
     def __init__(self, accelerator: Accelerator, output_dir: str, total_steps: int, first_step: int) -> None:
         self.accelerator = accelerator
         self.path = Path(output_dir, "metrics.jsonl")
-        self.total_steps = total_steps
+        self.total_steps, self.first_step = total_steps, first_step
+        self.record: RunRecord | None = None
         disable = None if accelerator.is_main_process else True  # None: a bar on a terminal, nothing in a log file
         self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", disable=disable)
         if accelerator.is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = [row for row in read_metrics(self.path) if row["step"] <= first_step] if first_step else []
-            beside = self.path.with_suffix(".new")  # a kill in the middle must not lose the lines of earlier steps
-            beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            beside.replace(self.path)  # later steps run again
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # later steps run again
+
+    def start(self, arguments: Any, config: Any, lines: list[str]) -> None:
+        """Print what the run is, and write it down in run.json; however the run ends now, it leaves a report."""
+        self.say("\n".join(lines))
+        if self.accelerator.is_main_process:
+            facts = run_facts(arguments, config, self.accelerator.device)
+            facts |= {"num_processes": self.accelerator.num_processes, "data": lines}
+            facts |= {"first_step": self.first_step, "total_steps": self.total_steps}
+            self.record = RunRecord(self.path.parent, facts, self.say)
 
     def say(self, text: str) -> None:
         """Print a line once, above the bar."""
@@ -123,6 +127,15 @@ class MetricsLog:
         except OSError as error:
             self.say(f"step {step}: metrics could not be written: {error}")
 
-    def close(self) -> None:
-        """End the bar."""
+    def write_answers(self, step: int, scores: dict[str, float], text: str) -> None:
+        """Write what compare_answers returned: the scores to metrics.jsonl, the text to the screen and the report."""
+        self.write(step, scores)
+        self.say(text)
+        if self.record is not None:
+            self.record.facts["samples"] = text
+
+    def close(self, status: str = "finished") -> None:
+        """End the bar, write down how the run ended, and make its report."""
         self.bar.close()
+        if self.record is not None:
+            self.record.end(status)

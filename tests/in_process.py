@@ -1,8 +1,10 @@
 """Run a script's main in ranks forked from one process that has imported everything: a run costs a second or two.
 
 A rank can be given faults: it is killed at the n-th thing it does on disk below a folder, or a signal is sent to it.
+Reports are made only where a test asks for them: they cost as much as the run.
 """
 
+import atexit
 import builtins
 import contextlib
 import importlib
@@ -112,7 +114,7 @@ class Faults:
     breaks_reading: bool = False  # of a checkpoint's tensors
 
 
-def be_rank(script, rank, world_size, port, arguments, log, faults):
+def be_rank(script, rank, world_size, port, arguments, log, faults, reports):
     """One rank: the environment that torchrun sets, then the script. World size 0: plain python."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -125,12 +127,16 @@ def be_rank(script, rank, world_size, port, arguments, log, faults):
     import gc
 
     import finetune
+    import run_record
     import torch
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as under a launcher; a fork server would outlive a kill
     gc.freeze()  # the imported libraries are never garbage
     finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a step
+    atexit._clear()  # what the fork server registered is not this rank's
+    if not reports:
+        run_record.write_report = lambda folder: ""
     sys.argv = [f"{script}.py", *(a.replace("{own_rank}", str(rank)) for a in arguments)]
     disk = Disk(faults.folder, faults.kill_at)
     if rank in faults.ranks and faults.folder:
@@ -147,11 +153,14 @@ def be_rank(script, rank, world_size, port, arguments, log, faults):
         if isinstance(code, str):
             print(code)
             code = 1
-    except BaseException:
+    except BaseException as error:
         import traceback
 
         traceback.print_exc()
+        sys.last_value = error  # as the interpreter does
         code = 1
+    if reports:
+        atexit._run_exitfuncs()
     if rank in faults.ranks and faults.counts:
         Path(f"{faults.counts}-{rank}").write_text("\n".join(disk.events))
     sys.stdout.flush()
@@ -188,12 +197,21 @@ class Done:
 class Run:
     """A run of some ranks in the background."""
 
-    def __init__(self, arguments, log, world_size=2, config=CONFIGS / "default.yaml", faults=None, script="finetune"):
+    def __init__(
+        self,
+        arguments,
+        log,
+        world_size=2,
+        config=CONFIGS / "default.yaml",
+        faults=None,
+        script="finetune",
+        reports=False,
+    ):
         log.unlink(missing_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         arguments = ["--accelerate_config", config, *arguments] if config else arguments
-        common = (world_size, port, [str(a) for a in arguments], str(log), faults or Faults())
+        common = (world_size, port, [str(a) for a in arguments], str(log), faults or Faults(), reports)
         self.log = log
         ranks = range(max(world_size, 1))
         self.ranks = [CONTEXT.Process(target=be_rank, args=(script, rank, *common)) for rank in ranks]

@@ -1,0 +1,33 @@
+"""Make the report of a run again from its output folder, or compare several runs.
+
+    python recipes/diagnose.py OUTPUT_DIR
+    python recipes/diagnose.py DIR1 DIR2 ... [--output_dir X]
+
+One folder: report.md and its plots, in the folder itself or in --output_dir. Several: comparison.md and comparison.png,
+in the current directory or in --output_dir. Works while a run is going on.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from report import write_report
+from report_comparison import compare_runs_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a run's report again, or compare several runs.")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="OUTPUT_DIR", help="The --output_dir of a run.")
+    parser.add_argument("--output_dir", type=Path, help="Where to write, if not in the folder (of several: not here).")
+    arguments = parser.parse_args()
+    try:
+        if len(arguments.folders) == 1:
+            print(write_report(arguments.folders[0], arguments.output_dir))
+        else:
+            print(compare_runs_report(arguments.folders, arguments.output_dir or Path(".")))
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"Error: {error}")
+
+
+if __name__ == "__main__":
+    main()
