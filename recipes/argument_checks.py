@@ -24,19 +24,19 @@ def check_arguments(arguments: Any) -> list[str]:
         "dataset_num_proc": 1,
         "lora_r": 1,
         "save_total_limit": 1,
-        "learning_rate": 0,
         "warmup_steps": 0,
         "weight_decay": 0,
         "lora_dropout": 0,
         "eval_steps": 0,
         "save_steps": 0,
         "dataloader_num_workers": 0,
+        "hang_timeout": 0,
     }
     for name, least in at_least.items():
         value = getattr(arguments, name)
         if value is not None and not value >= least:  # written so that nan is refused too
             problems.append(f"--{name}: found {value}, allowed: {least} or more")
-    for name in ("max_grad_norm", "fp16_initial_scale"):
+    for name in ("learning_rate", "max_grad_norm", "fp16_initial_scale"):
         if not getattr(arguments, name) > 0:
             problems.append(f"--{name}: found {getattr(arguments, name)}, allowed: above 0")
     if arguments.max_steps <= 0 and arguments.num_train_epochs <= 0:
@@ -49,6 +49,10 @@ def check_arguments(arguments: Any) -> list[str]:
             problems.append(f"--report_to {name}: not installed (pip install {name}), or use none")
     if arguments.on_save_error not in ("stop", "continue"):
         problems.append(f"--on_save_error: found {arguments.on_save_error}, allowed: stop, continue")
+    if arguments.on_non_finite not in ("stop", "skip"):
+        problems.append(f"--on_non_finite: found {arguments.on_non_finite}, allowed: stop, skip")
+    if arguments.replay_batch and not Path(arguments.replay_batch).exists():
+        problems.append(f"--replay_batch {arguments.replay_batch}: no such folder or file")
     save_steps, eval_steps = arguments.save_steps, arguments.eval_steps
     if arguments.load_best_model_at_end and (not save_steps or not eval_steps or save_steps % eval_steps):
         problems.append(

@@ -89,7 +89,17 @@ class FinetuneArguments:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     fp16_initial_scale: float = field(default=65536.0, metadata={"help": "Loss scale at the start of an fp16 run."})
+    on_non_finite: str = field(
+        default="stop", metadata={"help": "stop, or skip a step whose loss or gradient is not finite, on all ranks."}
+    )
+    replay_batch: str | None = field(
+        default=None, metadata={"help": "Run a saved step again (OUTPUT_DIR/non_finite), say where it fails, and exit."}
+    )
     seed: int = 42
+    hang_timeout: float = field(
+        default=500.0, metadata={"help": "Seconds after which ranks that wait for one another end the run (0: never)."}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Print the run's memory and communication, and exit."})
     # evaluation and what is written
     eval_steps: int = field(default=0, metadata={"help": "Evaluate every so many steps (0: before and after only)."})
     predict_with_generate: bool = field(

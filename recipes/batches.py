@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 from losses import IGNORE_INDEX, num_label_tokens
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 ROWS_PER_GROUP = (
     64  # rows of similar length that follow one another; a constant, so that any number of ranks can resume
 )
+
+# One optimizer step of a rank: micro-batches, the position after it, the numbers of each micro-batch's rows.
+Step = tuple[list[dict[str, torch.Tensor]], dict[str, int], list[list[Any]]]
 
 
 def collate(rows: Sequence[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -86,8 +90,8 @@ def training_steps(
     group_by_length: bool = False,
     epoch: int = 0,
     rows_seen: int = 0,
-) -> Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]]:
-    """Yield (this rank's micro-batches of one optimizer step, the position after it), without end.
+) -> Iterator[Step]:
+    """Yield (this rank's micro-batches of one optimizer step, the position after it, their row numbers), without end.
 
     Starts after `rows_seen` rows of `epoch`: the position continues the same global order on any number of ranks.
     """
@@ -104,13 +108,19 @@ def training_steps(
             position = {"epoch": epoch, "rows_seen": rows_seen}
             if rows_seen == len(rows):
                 position = {"epoch": epoch + 1, "rows_seen": 0}
-            yield [next(batches) for _ in step], position
+            yield [next(batches) for _ in step], position, [row_numbers(rows, batch) for batch in step]
         epoch, rows_seen = epoch + 1, 0
 
 
-def fetch_ahead(steps: Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]], device: torch.device) -> Future:
-    """Read the next step and send it, now. The result is (micro-batches, position, [label tokens, tokens] of this
-    rank), on the device, or raises what went wrong, which concerns that step and not the one that runs.
+def row_numbers(rows: Sequence[dict[str, list[int]]], batch: list[int]) -> list[Any]:
+    """The numbers of a micro-batch's rows; of a packed row, the list of its documents' numbers."""
+    is_packed = isinstance(rows, list) and rows and "documents" in rows[0]
+    return [rows[index]["documents"] for index in batch] if is_packed else batch
+
+
+def fetch_ahead(steps: Iterator[Step], device: torch.device) -> Future:
+    """Read the next step and send it, now. The result is (micro-batches, position, row numbers, [label tokens, tokens]
+    of this rank), on the device, or raises what went wrong, which concerns that step and not the one that runs.
 
     Nothing here waits for the device: all goes from pinned memory.
     """
@@ -120,11 +130,11 @@ def fetch_ahead(steps: Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, i
 
     future: Future = Future()
     try:
-        micro_batches, position = next(steps)
+        micro_batches, position, rows = next(steps)
         labels = [batch["labels"] for batch in micro_batches]
         counts = torch.tensor([sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))])
         sent = [{name: send(values) for name, values in batch.items()} for batch in micro_batches]
-        future.set_result((sent, position, send(counts)))
+        future.set_result((sent, position, rows, send(counts)))
     except (Exception, SystemExit) as error:
         future.set_exception(error)
     return future

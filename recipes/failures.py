@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ def explained_failures(
     arguments: Any,
     hook_config: Any,
     script: str,
-    step_now: Callable[[], int],
 ) -> Iterator[None]:
     """Run the training loop. What fails on this rank is printed with rank, step and place, and ends it with status 1.
 
@@ -46,8 +46,9 @@ def explained_failures(
     try:
         yield
     except Exception as error:
-        rank, step = accelerator.process_index, step_now() + 1
+        rank, step = accelerator.process_index, step_of(error)
         if any(words in str(error) for words in PEER_IS_GONE):
+            sys.last_value = SystemExit(what_failed(arguments.output_dir))
             sys.exit(1)  # another rank has failed, and says why
         where, say = place_of(error, model), partial(print, file=sys.stderr, flush=True)
         path = Path(arguments.output_dir, f"out_of_memory-rank-{rank}.json")
@@ -56,8 +57,34 @@ def explained_failures(
         lines = lines or [f"in {where}: {type(error).__name__}: {error}", traceback.format_exc()]
         message = f"rank {rank}, step {step}: " + "\n".join(lines)
         tell_launcher(message)
+        sys.last_value = SystemExit(message)  # for run_record.py
+        with contextlib.suppress(OSError):
+            failure_file(arguments.output_dir, rank).write_text(message, encoding="utf-8")
         say(f"\nError: {message}\n")
         sys.exit(1)
+
+
+def failure_file(output_dir: str, rank: int | str) -> Path:
+    """Where a rank leaves its message for the others' reports."""
+    return Path(output_dir, f"failure-rank-{rank}.txt")
+
+
+def what_failed(output_dir: str) -> str:
+    """The message that the rank which failed has left, soon after its connections closed."""
+    for _ in range(10):
+        time.sleep(0.2)
+        fresh = [f for f in Path(output_dir).glob(failure_file("", "*").name) if time.time() - f.stat().st_mtime < 60]
+        if fresh:
+            return fresh[0].read_text(encoding="utf-8")
+    return "another rank ended; see what the run printed"
+
+
+def step_of(error: BaseException) -> int:
+    """The optimizer step, from 1, in which the training loop was."""
+    locals_of = [
+        frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "train"
+    ]
+    return locals_of[-1].get("step", 0) + 1 if locals_of else 1
 
 
 def place_of(error: BaseException, model: nn.Module) -> str:

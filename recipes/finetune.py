@@ -8,12 +8,7 @@
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, checkpoint.py, data.py,
-data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, evaluation.py, greedy_answers.py,
-hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py, label_mask.py, launch.py,
-launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py, optimizer.py, packing.py,
-prepare_data.py, report.py, report_plots.py, resume.py, run_files.py, run_folder.py, run_record.py, shrink.py,
-shrink_layers.py, start_lines.py, streaming.py, training_state.py, utils.py, wrap_report.py and a YAML.
+To copy it, take a YAML and the files that the README names under "Copying a recipe".
 """
 
 import math
@@ -29,11 +24,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from architecture import check_architecture
 from arguments import FinetuneArguments, parse_arguments
-from batches import count_steps, evaluation_batches, training_steps
+from batches import Step, count_steps, evaluation_batches, training_steps
 from checkpoint import START, CheckpointWriter
 from data import preview
 from evaluation import evaluate
+from failures import explained_failures
 from greedy_answers import compare_answers, greedy_answers
+from hang_watch import watch_for_hangs
 from hf_folder import export_model
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
@@ -51,15 +48,19 @@ from launch import (
     one_rank_at_a_time,
     stop_together,
 )
-from losses import describe_non_finite, micro_batch_loss, num_label_tokens
+from loss_checks import LossWatch
+from losses import micro_batch_loss, num_label_tokens
 from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
+from non_finite import NonFiniteSteps
 from optimizer import make_optimizer, prepare
 from packing import pack_rows
+from plan_report import dry_run
 from prepare_data import prepare_data
+from replay import replay
 from resume import compare_runs, load_weights, resume, run_facts
-from run_folder import best_checkpoint, check_files, find_checkpoint, hold_folder, read_manifest
+from run_folder import best_checkpoint, checked_manifest, find_checkpoint, hold_folder
 from start_lines import start_lines
 from streaming import Stream, stream_steps
 from torch import nn
@@ -70,7 +71,6 @@ from wrap_report import report_wrap, save_report
 
 SAMPLE_DIR = Path(__file__).parent / "sample"
 STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + SIGTERM)
-MAX_SKIPPED_STEPS = 50  # fp16: halving the initial scale that often reaches its floor; then it is no overflow
 
 
 def main() -> None:
@@ -82,6 +82,10 @@ def main() -> None:
         scale = arguments.fp16_initial_scale
         accelerator = make_accelerator(hook_config, scale, log_with=trackers or None, project_dir=output_dir)
     is_cpu, rank, world_size = accelerator.device.type == "cpu", accelerator.process_index, accelerator.num_processes
+
+    if arguments.dry_run:
+        accelerator.print(decided_by_rank_0(dry_run, arguments, hook_config, Path(__file__).name, world_size))
+        return end(accelerator)
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
@@ -95,14 +99,9 @@ def main() -> None:
     # Where the run stands: at its start, or where a checkpoint was written.
     lock = hold_folder(output_dir)  # noqa: F841 (held while it lives)
     checkpoint = decided_by_rank_0(find_checkpoint, arguments.resume_from_checkpoint, output_dir)
-    state, saved = dict(START), {}
     with stop_together():
-        if checkpoint is not None:
-            check_files(checkpoint, "" if arguments.check_hashes else None, rank, world_size)
-            saved = read_manifest(checkpoint)
-            state = {name: saved[name] for name in START}
-        if arguments.load_best_model_at_end and not data.test:
-            raise ValueError("--load_best_model_at_end needs a test split (or --validation_split_percentage).")
+        saved = checked_manifest(checkpoint, arguments.check_hashes, rank, world_size)
+    state = {name: saved.get(name, value) for name, value in START.items()}
 
     # Model and hooks. The order is fixed: load, adapters, recompute, (compile), wrap, optimizer, prepare.
     set_seed(arguments.seed)  # the same random adapters on every rank
@@ -152,8 +151,13 @@ def main() -> None:
         with stop_together():
             lines += resume(accelerator, model, optimizer, scheduler, checkpoint)
         accelerator.print(f"resumed from {checkpoint}: step {state['step']} of {total_steps}", *lines, sep="\nnote: ")
+    if arguments.replay_batch:
+        with stop_together():
+            accelerator.print(replay(arguments.replay_batch, accelerator, model, forward_backward, hook_config))
+        return end(accelerator)
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
-    log.start(arguments, hook_config, [*data.lines, *start_lines(hook_config, arguments, accelerator, total_steps)])
+    lines = data.lines + start_lines(hook_config, arguments, accelerator, scheduler, total_steps)
+    log.start(arguments, hook_config, lines)
     accelerator.init_trackers(Path(output_dir).name)
 
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
@@ -170,7 +174,9 @@ def main() -> None:
         log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
     parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
-    is_finished = train(*parts, note_stop_signals(), arguments, hook_config)
+    watch_for_hangs(accelerator, arguments)
+    with explained_failures(accelerator, model, optimizer, arguments, hook_config, Path(__file__).name):
+        is_finished = train(*parts, note_stop_signals(), arguments, hook_config)
     with stop_together():
         log.say(writer.wait())
     if not is_finished:
@@ -197,7 +203,7 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    steps: Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]],
+    steps: Iterator[Step],
     test_batches: Iterable[dict[str, torch.Tensor]],
     log: MetricsLog,
     state: dict[str, Any],
@@ -208,11 +214,12 @@ def train(
 ) -> bool:
     """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
     device, world_size = accelerator.device, accelerator.num_processes
-    meter, skipped, skipped_in_a_row = StepMeter(), 0, 0
+    meter, watch = StepMeter(), LossWatch(hook_config)
+    guard = NonFiniteSteps(accelerator, model, arguments, hook_config, log.say)
     step, is_stopping = state["step"], False
     while step < log.total_steps and not is_stopping:
         fetch_started = time.perf_counter()
-        micro_batches, position = next(steps)
+        micro_batches, position, rows = next(steps)
         meter.data_s += time.perf_counter() - fetch_started
 
         # The loss is a mean over the label tokens of the whole step, so count them over all ranks first.
@@ -221,35 +228,31 @@ def train(
             sum(b["labels"].numel() for b in micro_batches),
         ]
         label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
-        loss_sum = forward_backward(accelerator, model, label_tokens, hook_config, micro_batches)
+        whole_step = partial(forward_backward, accelerator, model, label_tokens, hook_config)
+        loss_sum = guard.run(whole_step, micro_batches)
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
         # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
         loss_sum, signalled = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))])).tolist()
         is_stopping = signalled > 0
-        may_overflow = accelerator.scaler is not None and skipped_in_a_row < MAX_SKIPPED_STEPS
-        if problem := describe_non_finite(loss_sum, grad_norm, step + 1, may_overflow):
-            with stop_together():  # every rank holds the same sums, and ends before the weights change
-                raise ValueError(problem)
         learning_rate = float(scheduler.get_last_lr()[0])
-        optimizer.step()
-        if accelerator.optimizer_step_was_skipped:
-            skipped += 1  # fp16 overflow: the scaler lowered its scale, all ranks alike, and no weight changed
-            skipped_in_a_row += 1
+        if guard.allows(step + 1, rows, loss_sum, label_tokens, grad_norm):  # else it ends all ranks, or skips on all
+            optimizer.step()
         else:
-            skipped_in_a_row = 0
+            loss_sum = label_tokens = 0  # in no average
+        if guard.count():
             scheduler.step()
         optimizer.zero_grad()
         step += 1
         state = {"step": step, **position, "tokens_seen": state["tokens_seen"] + tokens}
         meter.add_step(loss_sum, tokens, label_tokens)
+        log.say(watch.add(loss_sum, label_tokens))
         log.bar.update()
 
         is_last = step == log.total_steps
         if step % arguments.logging_steps == 0 or is_last:
             values = {**meter.read(world_size), "learning_rate": learning_rate, "grad_norm": grad_norm}
             values |= {**memory(device), "epoch": position["epoch"], "label_tokens": meter.label_tokens}
-            if accelerator.scaler is not None:
-                values |= {"loss_scale": accelerator.scaler.get_scale(), "skipped_steps": skipped}
+            values |= guard.values()
             log.say(format_line(step, log.total_steps, values))
             log.write(step, values)
             meter.reset()

@@ -1,89 +1,97 @@
 """A run whose ranks wait for one another for ever: end it within a stated time, and say which rank is where.
 
-Every rank notes in the run's folder where its main thread is. A rank that has not moved for `timeout_s` reads what the
-others noted, prints all of it once, and ends; its exit makes the launcher end the others.
+Every rank notes in the run's folder where its main thread is. A rank that finds all of them unmoved for
+`--hang_timeout` seconds, and not all in the same place, prints where each is and ends; its exit makes the launcher end
+the others. Ranks that are all in one place, such as a long evaluation, agree: a collective has its own timeout there.
 """
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from accelerate import Accelerator
 from launch import tell_launcher
 
+ENDED = "ended"  # made by the rank that prints
 CHECK_S = 2.0  # how often a rank notes where it is
 OWN = Path(__file__).parent
 
 
-def watch_for_hangs(
-    rank: int, num_processes: int, output_dir: str, step_now: Callable[[], int], timeout_s: float
-) -> None:
-    """Start the watch of this rank; it ends with the process. `timeout_s` 0 switches it off.
-
-    A step, an evaluation, a checkpoint or a compilation that takes longer than `timeout_s` without a line of the
-    recipe's own code going on counts as a hang.
-    """
-    if not timeout_s or num_processes == 1:
+def watch_for_hangs(accelerator: Accelerator, arguments: Any) -> None:
+    """Start the watch of this rank's main thread; it ends when the training loop does."""
+    rank, ranks, timeout_s = accelerator.process_index, accelerator.num_processes, arguments.hang_timeout
+    if not timeout_s or ranks == 1:
         return
-    folder = Path(output_dir, "ranks")
-    main = threading.main_thread()
+    folder, main_thread = Path(arguments.output_dir, "ranks"), threading.get_ident()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ENDED).unlink(missing_ok=True)
+        note(folder, rank, {"at": "before the first step", "calls": "", "since": time.time()})
 
     def watch() -> None:
-        moved, last = time.monotonic(), ""
-        while main.is_alive():
+        last, began = {}, False
+        while True:
             time.sleep(min(CHECK_S, timeout_s / 4))
-            now = f"step {step_now() + 1}, {where(main.ident)}"
-            waited = time.monotonic() - moved
-            if now != last:
-                moved, last, waited = time.monotonic(), now, 0.0
-            note(folder / f"rank-{rank}.json", {"at": now, "waited_s": round(waited)})
-            if waited > timeout_s:
-                end_run(folder, rank, num_processes, timeout_s, main.ident)
+            found = where(main_thread)
+            began = began or bool(found)
+            if began and not found:
+                return  # the loop is over
+            if found and found != {name: last.get(name) for name in found}:
+                last = {**found, "since": time.time()}
+            with contextlib.suppress(OSError):  # a full disk does not end the run
+                note(folder, rank, last)
+            if last and time.time() - last["since"] > timeout_s:
+                end_if_apart(folder, rank, ranks, timeout_s, main_thread)
 
     threading.Thread(target=watch, daemon=True, name="hang watch").start()
 
 
-def where(thread: int) -> str:
-    """The innermost line of the recipes that a thread is in, and the library call below it."""
+def where(thread: int) -> dict[str, str]:
+    """Step and innermost line of the recipes that a thread is in, and the library call below; {} outside the loop."""
     frame = sys._current_frames().get(thread)
-    stack = traceback.extract_stack(frame) if frame is not None else []
-    ours = [line for line in stack if Path(line.filename).parent == OWN]
-    if not ours:
-        return "no line of the recipes"
-    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}, calling {stack[-1].name}"
+    innermost = own = loop = None
+    while frame is not None:
+        innermost = innermost or frame
+        own = own or (frame if Path(frame.f_code.co_filename).parent == OWN else None)
+        loop = frame if frame.f_code.co_name == "train" else loop
+        frame = frame.f_back
+    if loop is None:
+        return {}
+    place = f"{Path(own.f_code.co_filename).name}:{own.f_lineno} ({own.f_code.co_name})"
+    return {"at": f"step {loop.f_locals.get('step', 0) + 1}, {place}", "calls": innermost.f_code.co_name}
 
 
-def note(path: Path, values: dict) -> None:
-    """Write where this rank is, whole or not at all; a full disk does not end the run."""
+def note(folder: Path, rank: int, values: dict[str, Any]) -> None:
+    """Write where this rank is, whole or not at all."""
+    beside = folder / f"rank-{rank}.new"
+    beside.write_text(json.dumps({**values, "noted": time.time()}), encoding="utf-8")
+    beside.replace(folder / f"rank-{rank}.json")
+
+
+def end_if_apart(folder: Path, rank: int, ranks: int, timeout_s: float, thread: int) -> None:
+    """Print where every rank is, those apart from the others first, and end this process; or let a slow one go on."""
+    notes = [json.loads((folder / f"rank-{other}.json").read_text(encoding="utf-8")) for other in range(ranks)]
+    places, now = [one.get("at", "before the first step") for one in notes], time.time()
+    are_silent = [now - one["noted"] > timeout_s / 2 for one in notes]  # stopped, or gone without a word
+    has_moved = any(now - one.get("since", 0) < timeout_s for one, is_silent in zip(notes, are_silent) if not is_silent)
+    if has_moved or (len(set(places)) == 1 and not any(are_silent)):
+        return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(values), encoding="utf-8")
-        beside.replace(path)
-    except OSError:
-        pass
-
-
-def end_run(folder: Path, rank: int, num_processes: int, timeout_s: float, thread: int) -> None:
-    """Print where every rank is, those apart from the others first, and end this process."""
-    places = {}
-    for other in range(num_processes):
-        try:
-            places[other] = json.loads((folder / f"rank-{other}.json").read_text(encoding="utf-8"))["at"]
-        except (OSError, ValueError, KeyError):
-            places[other] = "never began"
-    counts = {at: list(places.values()).count(at) for at in places.values()}
-    lines = [f"rank {other}: {at}" for other, at in sorted(places.items(), key=lambda place: counts[place[1]])]
-    message = "\n".join(
-        [f"no rank has moved for {timeout_s:.0f} s (--hang_timeout); they wait for one another:", *lines]
-    )
+        (folder / ENDED).touch(exist_ok=False)
+    except FileExistsError:  # another rank says it all
+        time.sleep(CHECK_S)
+        os._exit(1)
+    order = sorted(range(ranks), key=lambda other: (not are_silent[other], places.count(places[other])))
+    says = [f", calling {one.get('calls')}" if not silent else ", silent" for one, silent in zip(notes, are_silent)]
+    head = f"no rank has moved for {timeout_s:.0f} s (--hang_timeout); they wait for one another:"
+    message = "\n".join([head, *(f"rank {other}: {places[other]}{says[other]}" for other in order)])
     tell_launcher(message)
     stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
-    first = min(places)
-    if rank == first or places[rank] != places[first]:
-        print(f"\nError: {message}\n\nrank {rank}'s stack:\n{stack}", file=sys.stderr, flush=True)
+    print(f"\nError: {message}\nrank {rank}'s stack:\n{stack}", file=sys.stderr, flush=True)
     os._exit(1)

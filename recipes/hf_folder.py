@@ -60,7 +60,7 @@ def write_card(checkpoint: Path, manifest: dict[str, Any], run: Any, folder: Pat
     data = ModelCardData(base_model=run.model_name_or_path, library_name="peft" if run.use_peft else "transformers")
     facts = {name: manifest[name] for name in ("step", "epoch", "tokens_seen", "eval_loss") if name in manifest}
     measured = read_metrics(checkpoint.parent / "metrics.jsonl")
-    losses = [row["loss"] for row in measured if "loss" in row and row["step"] <= manifest["step"]]
+    losses = [row["loss"] for row in measured if row.get("loss") is not None and row["step"] <= manifest["step"]]
     facts |= {"loss": losses[-1]} if losses else {}
     text = [f"---\n{data.to_yaml()}\n---", f"# {folder.name.removesuffix('.incomplete')}", ""]
     text += [f"Fine-tuned from `{run.model_name_or_path}` on `{run.dataset_name}` with FSDP2.", ""]

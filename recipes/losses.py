@@ -1,6 +1,5 @@
 """The loss: exact per label token, in fp32, whatever the split into micro-batches and ranks."""
 
-import math
 from typing import Any
 
 import torch
@@ -63,14 +62,3 @@ def auxiliary_weight(model: nn.Module) -> float:
     config = model.config.get_text_config()
     names = ("router_aux_loss_coef", "aux_loss_coef")
     return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), 0.0)
-
-
-def describe_non_finite(loss_sum: float, grad_norm: float, step: int, may_overflow: bool) -> str:
-    """What is not finite in a step and what to try, empty if all is. An overflowing norm is part of fp16."""
-    if math.isfinite(loss_sum) and (math.isfinite(grad_norm) or may_overflow):
-        return ""
-    what = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"grad_norm is {grad_norm}"
-    return (
-        f"step {step}: {what}; stopped before the weights changed. bf16: lower --learning_rate or --max_grad_norm "
-        "first; fp16: lower --fp16_initial_scale or use bf16; then hook_norm_dtype: fp32, hook_reduce_dtype: fp32."
-    )

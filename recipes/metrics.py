@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class StepMeter:
         self.loss_sum = 0.0
 
     def add_step(self, loss_sum: float, tokens: int, label_tokens: int) -> None:
-        """Add one optimizer step: sums over all ranks."""
+        """Add one optimizer step: sums over all ranks; one that was skipped has neither a loss nor label tokens."""
         self.steps += 1
         self.loss_sum += loss_sum
         self.tokens += tokens
@@ -41,7 +42,7 @@ class StepMeter:
         """Averages of the window. Tokens are all tokens run, padding included; label tokens are those learnt."""
         seconds = time.perf_counter() - self.started
         return {
-            "loss": self.loss_sum / max(self.label_tokens, 1),
+            "loss": self.loss_sum / self.label_tokens if self.label_tokens else math.nan,
             "step_time_s": seconds / max(self.steps, 1),
             "data_share": self.data_s / seconds,
             "tokens_per_second_per_gpu": self.tokens / seconds / world_size,
@@ -80,9 +81,10 @@ def format_line(step: int, total_steps: int, values: dict[str, float]) -> str:
         f"tok/s/gpu {tokens:,.0f} (label {labels:,.0f})",
         f"{memory_name.removesuffix('_gib')} {values[memory_name]:.3f} GiB",
     ]
-    fields += (
-        [f"loss_scale {values['loss_scale']:.0f} (skipped {values['skipped_steps']})"] if "loss_scale" in values else []
-    )
+    if "loss_scale" in values:
+        fields.append(f"loss_scale {values['loss_scale']:.0f} (skipped {values['skipped_steps']})")
+    elif "skipped_steps" in values:
+        fields.append(f"skipped {values['skipped_steps']}")
     return " | ".join(fields)
 
 
@@ -117,12 +119,13 @@ class MetricsLog:
             self.bar.write(text)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write values, unrounded, to metrics.jsonl and to the trackers. A full disk does not end the run: that is for
-        the next checkpoint to decide (--on_save_error)."""
+        """Write values, unrounded, to metrics.jsonl (null where not finite: JSON has no word for it) and the trackers.
+        A full disk does not end the run: that is for the next checkpoint to decide (--on_save_error)."""
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         try:
             if self.accelerator.is_main_process:
                 with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": step, **values}) + "\n")
+                    file.write(json.dumps({"step": step, **finite}) + "\n")
             self.accelerator.log(values, step=step)
         except OSError as error:
             self.say(f"step {step}: metrics could not be written: {error}")

@@ -10,6 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import is_torchao_available
+from weight_checks import FirstStepCheck, low_precision_line
 
 Visiting = list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]  # state, name, where the tensor lies at home
 
@@ -69,7 +70,7 @@ def check_optim(optim: str, is_offloaded: bool) -> None:
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """`accelerator.prepare`, between two proofs that the optimizer holds every parameter.
+    """`accelerator.prepare`, between two proofs that the optimizer holds every parameter; its first step is watched.
 
     Accelerate matches parameters before and after by their memory address; empty shards (a LoRA matrix of fewer rows
     than ranks) all have address 0 and would be taken for one another, so the parameters are put back.
@@ -80,6 +81,9 @@ def prepare(
     for group, parameters in zip(optimizer.param_groups, held):
         group["params"] = parameters
     check_optimizer(model, optimizer)
+    if line := low_precision_line(model, optimizer):
+        accelerator.print(line)
+    FirstStepCheck(model, optimizer)
     return model, prepared
 
 

@@ -23,7 +23,7 @@ Fill = tuple[int, int, int, int]
 
 
 def pack_rows(rows: list[dict[str, list[int]]], max_length: int) -> tuple[list[dict[str, list[int]]], str]:
-    """Return ([{input_ids, labels, position_ids}], one line on what happened).
+    """Return ([{input_ids, labels, position_ids, documents: their indices}], one line on what happened).
 
     Positions restart at 0 with each document, which is how the model tells documents apart. The label at a document's
     first position is IGNORE_INDEX: the loss shifts by one, so it would train the end of one document to predict the
@@ -48,7 +48,7 @@ def pack_rows(rows: list[dict[str, list[int]]], max_length: int) -> tuple[list[d
             whole["input_ids"] += rows[index]["input_ids"]
             whole["labels"] += [IGNORE_INDEX, *rows[index]["labels"][1:]]
             whole["position_ids"] += positions[: lengths[index]]
-        packed.append(whole)
+        packed.append({**whole, "documents": documents})
     line = f"packing: {len(rows):,} rows into {len(packed):,} rows of at most {max_length:,} tokens, "
     line += f"{sum(lengths):,} tokens, {sum(lengths) / (len(packed) * max_length):.1%} filled"
     return packed, line

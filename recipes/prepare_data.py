@@ -64,6 +64,8 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
     test, test_line = None, "no test split: no evaluation"
     if test_set is not None:
         test, test_line = tokenize_rows(test_set, tokenizer, which="test", **options)
+    elif arguments.load_best_model_at_end:
+        raise ValueError("--load_best_model_at_end needs a test split (or --validation_split_percentage).")
     questions = [], [], False
     if arguments.predict_with_generate:
         questions = prompts_and_answers(test_set, tokenizer, columns, arguments.skip_bad_rows)

@@ -74,6 +74,17 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
+def checked_manifest(checkpoint: Path | None, reads_all: bool, rank: int, world_size: int) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are there (`reads_all`: by their hashes), {} without a checkpoint.
+
+    Raises ValueError as check_files and read_manifest do.
+    """
+    if checkpoint is None:
+        return {}
+    check_files(checkpoint, "" if reads_all else None, rank, world_size)
+    return read_manifest(checkpoint)
+
+
 def best_checkpoint(folder: str | Path) -> Path | None:
     """The complete checkpoint of the lowest eval_loss, None if none was evaluated. A damaged one is passed over."""
     losses = {}

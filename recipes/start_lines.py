@@ -5,14 +5,17 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import Accelerator
 from hook_config import HookConfig
+from torch.optim.lr_scheduler import LRScheduler
 
 
-def start_lines(config: HookConfig, arguments: Any, accelerator: Accelerator, total_steps: int) -> list[str]:
-    """Where the YAML came from, ranks, every dtype, batch arithmetic."""
+def start_lines(
+    config: HookConfig, arguments: Any, accelerator: Accelerator, scheduler: LRScheduler, total_steps: int
+) -> list[str]:
+    """Where the YAML came from, ranks, every dtype, batch arithmetic, and a schedule that is at its end."""
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     ranks = accelerator.num_processes
     rows = micro * accumulation * ranks
-    return [
+    lines = [
         f"{config.path} (found by {config.found_by}) | {ranks} rank(s) on {accelerator.device.type}, "
         f"{dist.get_backend()}",
         f"compute {config.hook_param_dtype}, reduce {config.hook_reduce_dtype}, norms "
@@ -21,3 +24,10 @@ def start_lines(config: HookConfig, arguments: Any, accelerator: Accelerator, to
         f"micro-batch {micro} x accumulation {accumulation} x ranks {ranks} = global batch {rows} rows, "
         f"at most {rows * arguments.max_length:,} tokens per step | {total_steps} steps",
     ]
+    done = scheduler.last_epoch
+    if not any(scheduler.get_last_lr()) and (done or total_steps == 1):  # a warm-up begins with 0 too
+        lines.append(
+            f"note: the learning rate is 0 at step {done} of a schedule of {total_steps}, and nothing is learnt from "
+            "here on: raise --max_steps or --num_train_epochs, or lower --warmup_steps"
+        )
+    return lines

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from batches import collate_rows, split_rows
+from batches import Step, collate_rows, split_rows
 from packing import pack_rows
 from tqdm import tqdm
 
@@ -48,10 +48,11 @@ def stream_steps(
     pad_token_id: int,
     epoch: int = 0,
     rows_seen: int = 0,
-) -> Iterator[tuple[list[dict[str, torch.Tensor]], dict[str, int]]]:
-    """Yield (this rank's micro-batches of one optimizer step, the position after it), without end.
+) -> Iterator[Step]:
+    """Yield (this rank's micro-batches of one optimizer step, the position after it, their row numbers), without end.
 
-    A bad row in the middle of a run ends every rank with one message: all of them read it.
+    Rows are numbered in the order in which an epoch brings them. A bad row in the middle of a run ends every rank with
+    one message: all of them read it.
     """
     rows_per_step = micro_batch_size * accumulation * world_size
     first_epoch = epoch
@@ -63,10 +64,11 @@ def stream_steps(
             raise ValueError("the stream holds no row that can be learnt")
         while step:
             following = list(itertools.islice(rows, rows_per_step))
-            rows_seen += len(step)
+            first, rows_seen = rows_seen, rows_seen + len(step)
             position = {"epoch": epoch, "rows_seen": rows_seen} if following else {"epoch": epoch + 1, "rows_seen": 0}
             (mine,) = split_rows(list(range(len(step))), micro_batch_size, accumulation, rank, world_size)
-            yield [collate_rows(step, batch, pad_token_id) for batch in mine], position
+            numbers = [[first + index for index in batch] for batch in mine]
+            yield [collate_rows(step, batch, pad_token_id) for batch in mine], position, numbers
             step = following
         epoch, rows_seen = epoch + 1, 0
 

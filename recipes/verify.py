@@ -247,9 +247,10 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     optimizer.register_step_pre_hook(record_gradients)
     rank = accelerator.process_index
     batches = batches_of(rank, case.accumulation, tokens)
-    steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}) for micro_batches in batches])
+    steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
     # One evaluation in the middle, which must change nothing, and one at the end.
-    names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0}
+    names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0, "seed": SEED}
+    names |= {"on_non_finite": "stop", "output_dir": ""}
     held_out, log = held_out_of(rank, tokens), RecordingLog()
     options = types.SimpleNamespace(max_grad_norm=arithmetic.max_grad_norm, **names)
     torch.manual_seed(SEED + rank)

@@ -103,7 +103,6 @@ LEAST_ALLOWED = {
     "warmup_steps": 0,
     "weight_decay": 0,
     "lora_dropout": 0,
-    "learning_rate": 0,
 }
 
 
@@ -120,6 +119,11 @@ def test_best_checkpoint_needs_every_checkpoint_evaluated() -> None:
         assert "--load_best_model_at_end needs each checkpoint evaluated" in error_of([*best, *steps])
     parse_arguments([*best, "--save_steps", "8", "--eval_steps", "4"])
     assert "--on_save_error: found skip, allowed: stop, continue" in error_of([*NAMED, "--on_save_error", "skip"])
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "max_grad_norm", "fp16_initial_scale"])
+def test_zero_is_refused_where_nothing_would_be_learnt(name: str) -> None:
+    assert f"--{name}: found 0.0, allowed: above 0" in error_of([*NAMED, f"--{name}", "0"])
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"])

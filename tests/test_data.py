@@ -761,9 +761,12 @@ def run(n: int, steps: int, micro: int, accumulation: int, world: int, **positio
     taken, positions = [], []
     for _ in range(steps):
         results = [next(rank) for rank in ranks]
-        assert len({len(batches) for batches, _ in results}) == 1
-        assert len({tuple(after.items()) for _, after in results}) == 1
-        taken.append(sorted(row for batches, _ in results for row in rows_in(batches)))
+        assert len({len(batches) for batches, _, _ in results}) == 1
+        assert len({tuple(after.items()) for _, after, _ in results}) == 1
+        assert [rows_in(batches) for batches, _, _ in results] == [
+            list(itertools.chain(*numbers)) for _, _, numbers in results
+        ]
+        taken.append(sorted(row for batches, _, _ in results for row in rows_in(batches)))
         positions.append(results[0][1])
     return taken, positions
 

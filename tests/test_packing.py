@@ -182,7 +182,12 @@ def test_an_end_of_text_inside_a_document_does_not_cut_it() -> None:
     rows = [{"input_ids": [5, PAD, 6], "labels": [5, PAD, 6]}, {"input_ids": [7, PAD], "labels": [7, PAD]}]
     packed, _ = pack_rows(rows, 6)
     assert packed == [
-        {"input_ids": [5, PAD, 6, 7, PAD], "labels": [-100, PAD, 6, -100, PAD], "position_ids": [0, 1, 2, 0, 1]}
+        {
+            "input_ids": [5, PAD, 6, 7, PAD],
+            "labels": [-100, PAD, 6, -100, PAD],
+            "position_ids": [0, 1, 2, 0, 1],
+            "documents": [0, 1],
+        }
     ]
     batch = collate_packed([*packed, {"input_ids": [9] * 7, "labels": [9] * 7, "position_ids": [*range(7)]}], PAD)
     assert set(batch) == {"input_ids", "labels", "position_ids"}

@@ -125,12 +125,13 @@ def test_error_in_the_next_steps_rows_waits_for_that_step():
     labels = torch.tensor([[-100, 5, 6]])
 
     def steps():
-        yield [{"input_ids": labels, "labels": labels}], {"epoch": 0, "rows_seen": 1}
+        yield [{"input_ids": labels, "labels": labels}], {"epoch": 0, "rows_seen": 1}, [[7]]
         raise ValueError("row 2 is bad")
 
     rows = steps()
-    (batch,), position, counts = fetch_ahead(rows, torch.device("cpu")).result()
+    (batch,), position, numbers, counts = fetch_ahead(rows, torch.device("cpu")).result()
     assert torch.equal(batch["labels"], labels) and position["rows_seen"] == 1 and counts.tolist() == [2, 3]
+    assert numbers == [[7]]
     ahead = fetch_ahead(rows, torch.device("cpu"))  # does not raise
     with pytest.raises(ValueError, match="row 2 is bad"):
         ahead.result()

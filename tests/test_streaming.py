@@ -39,7 +39,7 @@ def numbers(count: int, packed_length: int = 0) -> Stream:
 def take(stream: Stream, epochs: int, rank: int, world: int, micro: int, **position: int) -> list[tuple[list, dict]]:
     """(numbers seen per micro-batch, position) of each step, up to the end of an epoch."""
     steps = []
-    for batches, after in stream_steps(stream, micro, 2, rank, world, 0, 99, **position):
+    for batches, after, _ in stream_steps(stream, micro, 2, rank, world, 0, 99, **position):
         seen = [b["input_ids"][:, 0].tolist() if (b["labels"][:, 1:] != -100).any() else [] for b in batches]
         steps.append((seen, after))
         if after["epoch"] == epochs:
@@ -74,8 +74,16 @@ def test_order_is_that_of_one_rank_and_resumes_at_any_step_on_any_number_of_rank
     assert rest == alone[position["rows_seen"] :]
 
 
+def test_rows_are_numbered_in_the_order_of_the_epoch() -> None:
+    order = [n for batches, _ in take(numbers(23), 1, 0, 1, 4) for batch in batches for n in batch]
+    for rank in range(2):
+        for (batches, _, row_numbers), _ in zip(stream_steps(numbers(23), 2, 2, rank, 2, 0, 99), range(3)):
+            seen = [ids for batch, of_batch in zip(batches, row_numbers) for ids in batch["input_ids"] if of_batch]
+            assert [order[n] for of_batch in row_numbers for n in of_batch] == [ids[0].item() for ids in seen]
+
+
 def test_stream_is_packed_window_by_window() -> None:
-    batches, _ = next(stream_steps(numbers(10, packed_length=6), 1, 2, 0, 1, 0, 99))
+    batches, _, _ = next(stream_steps(numbers(10, packed_length=6), 1, 2, 0, 1, 0, 99))
     assert all(
         batch["position_ids"][0].tolist()[:4] == [0, 1, 0, 1] and "attention_mask" not in batch for batch in batches
     )

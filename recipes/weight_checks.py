@@ -1,0 +1,143 @@
+"""Do the weights move? Low precision is said at the start; each trained tensor is looked at in the first step."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+SAMPLE = 4096  # values of a shard, from its largest gradient on: a copy of them all would be one more copy of the model
+NAMED = 5
+
+
+def low_precision_line(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A line on trained weights that rounding keeps where they are, empty if there are none.
+
+    AdamW moves a weight by about the learning rate. It stays what it was where that is less than half of the distance
+    to the next number of its dtype: in bf16 2**-9 of it, in fp32 2**-25.
+    """
+    trained = [(name, parameter.dtype) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    low = [(name, dtype) for name, dtype in trained if dtype.itemsize < 4]
+    if not low:
+        return ""
+    name, dtype = low[0]
+    rate = highest_rates(optimizer)[1]
+    return (
+        f"note: {len(low)} of {len(trained)} trained tensors are kept in {str(dtype).removeprefix('torch.')}, such as "
+        f"{name}. At learning rate {rate:.1e} their values above {rate / (torch.finfo(dtype).eps / 4):.1e} are rounded "
+        "back to what they were, and the loss does not fall. Train fp32 masters: cast_stored_parameters after wrapping"
+    )
+
+
+def highest_rates(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """(the learning rate of now, the one at the top of the schedule)."""
+    groups = optimizer.param_groups
+    return max(float(g["lr"]) for g in groups), max(float(g.get("initial_lr", g["lr"])) for g in groups)
+
+
+class FirstStepCheck:
+    """Says once which trained tensors the optimizer does not move though they have a gradient.
+
+    It looks at the first step that has gradients and a learning rate. A tensor that stays is looked at again until the
+    rate is at its top, because a warm-up begins with steps that rounding swallows. Then it takes itself off.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.waiting = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.samples: dict[str, Sample | None] = {}
+        self.depth = 0
+        self.handles = [
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
+        ]
+
+    @torch.no_grad()
+    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Copy a few values of each tensor."""
+        self.depth += 1  # a step that goes in slices is a step within a step
+        if self.depth == 1:
+            self.samples = {name: take_sample(parameter) for name, parameter in self.waiting.items()}
+
+    @torch.no_grad()
+    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Compare them over all ranks, which then know the same. A collective."""
+        self.depth -= 1
+        if self.depth:
+            return
+        mine = [None if self.samples[name] is None else self.samples[name].read(p) for name, p in self.waiting.items()]
+        self.samples = {}
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        rate, top_rate = highest_rates(optimizer)
+        per_tensor = {name: [seen for seen in ranks if seen] for name, ranks in zip(self.waiting, zip(*found))}
+        if rate == 0 or not any(per_tensor.values()):
+            return  # a warm-up may begin so; and so does torch make the state of an optimizer before it is loaded
+        stuck = {name: seen for name, seen in per_tensor.items() if seen and not any(moved for moved, _, _ in seen)}
+        self.waiting = {name: self.waiting[name] for name in stuck}
+        if stuck and rate < 0.99 * top_rate:
+            return
+        for handle in self.handles:
+            handle.remove()
+        if stuck and dist.get_rank() == 0:
+            epsilon = optimizer.param_groups[0].get("eps", 0.0)
+            dtypes = {name: parameter.dtype for name, parameter in self.waiting.items()}
+            tqdm.write(describe_stuck(stuck, dtypes, rate, epsilon))
+
+
+class Sample:
+    """Some values of this rank's shard before a step, where they have a gradient. Nothing waits for the device."""
+
+    def __init__(self, values: torch.Tensor, gradient: torch.Tensor) -> None:
+        ends = torch.stack([gradient.argmax(), gradient.argmin()])
+        first = ends.gather(0, gradient[ends].abs().argmax(0, keepdim=True))
+        count = min(SAMPLE, gradient.numel())
+        self.places = (first + torch.arange(count, device=gradient.device)) % gradient.numel()
+        self.before, self.gradient = values[self.places], gradient[self.places]
+
+    def read(self, parameter: nn.Parameter) -> tuple[bool, float, float] | None:
+        """(whether a value moved, the smallest value, the largest gradient), None without a gradient."""
+        counts = self.gradient != 0
+        moved = ((local(parameter).flatten()[self.places] != self.before) & counts).any()
+        smallest = torch.where(counts, self.before.abs().float(), math.inf).min()
+        moved, smallest, largest = torch.stack([moved.float(), smallest, self.gradient.abs().max().float()]).tolist()
+        return (bool(moved), smallest, largest) if largest else None
+
+
+def take_sample(parameter: nn.Parameter) -> Sample | None:
+    """A sample of a tensor, None where this rank has no part of it or no gradient."""
+    gradient = None if parameter.grad is None else local(parameter.grad).flatten()
+    if gradient is None or not gradient.numel():
+        return None
+    return Sample(local(parameter).flatten(), gradient)
+
+
+def describe_stuck(stuck: dict[str, list], dtypes: dict[str, torch.dtype], rate: float, epsilon: float) -> str:
+    """Which tensors did not move, apart by what keeps them."""
+    rounded, unreached = [], []
+    for name, seen in stuck.items():
+        smallest, gradient = min(s for _, s, _ in seen), max(g for _, _, g in seen)
+        move = rate * gradient / (gradient + epsilon)  # of AdamW's first step
+        is_rounded = move < torch.finfo(dtypes[name]).eps / 2 * smallest
+        dtype = str(dtypes[name]).removeprefix("torch.")
+        (rounded if is_rounded else unreached).append(f"{name} ({dtype}, values from {smallest:.1e})")
+    lines = []
+    for names, meaning in (
+        (rounded, f"a step of {rate:.1e} is rounded away: raise --learning_rate, or train them in fp32"),
+        (unreached, "the optimizer does not reach them: make it after wrapping and before any forward"),
+    ):
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        if names:
+            listed = ", ".join(names[:NAMED]) + more
+            lines.append(
+                f"note: {len(names)} trained tensor(s) have a gradient and did not change in the optimizer's step; "
+                f"{meaning}. {listed}"
+            )
+    return "\n".join(lines)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, where it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
