@@ -64,7 +64,8 @@ def where(thread: int) -> dict[str, str]:
     if loop is None:
         return {}
     place = f"{Path(own.f_code.co_filename).name}:{own.f_lineno} ({own.f_code.co_name})"
-    return {"at": f"step {loop.f_locals.get('step', 0) + 1}, {place}", "calls": innermost.f_code.co_name}
+    waits = "waiting in " if "distributed" in innermost.f_code.co_filename else "calling "
+    return {"at": f"step {loop.f_locals.get('step', 0) + 1}, {place}", "calls": waits + innermost.f_code.co_name}
 
 
 def note(folder: Path, rank: int, values: dict[str, Any]) -> None:
@@ -87,10 +88,15 @@ def end_if_apart(folder: Path, rank: int, ranks: int, timeout_s: float, thread: 
     except FileExistsError:  # another rank says it all
         time.sleep(CHECK_S)
         os._exit(1)
-    order = sorted(range(ranks), key=lambda other: (not are_silent[other], places.count(places[other])))
-    says = [f", calling {one.get('calls')}" if not silent else ", silent" for one, silent in zip(notes, are_silent)]
+    calls = ["silent" if silent else one.get("calls", "") for one, silent in zip(notes, are_silent)]
+
+    def suspicion(other: int) -> tuple[bool, bool, int]:
+        return not are_silent[other], calls[other].startswith("waiting"), places.count(places[other])
+
     head = f"no rank has moved for {timeout_s:.0f} s (--hang_timeout); they wait for one another:"
-    message = "\n".join([head, *(f"rank {other}: {places[other]}{says[other]}" for other in order)])
+    message = "\n".join(
+        [head, *(f"rank {other}: {places[other]}, {calls[other]}" for other in sorted(range(ranks), key=suspicion))]
+    )
     tell_launcher(message)
     stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
     print(f"\nError: {message}\nrank {rank}'s stack:\n{stack}", file=sys.stderr, flush=True)

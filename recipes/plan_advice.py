@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from planned_step import Request
-from planning import Plan, make_plan, make_request
+from planning import GIB, Plan, make_plan, make_request
 
 AT_ONCE = 2  # plans made at the same time: each is a process of its own
 SMALLEST = {"per_device_train_batch_size": 1, "max_length": 128}  # steps in which --max searches
@@ -28,7 +28,7 @@ ADVICE = {
     "evaluation": "lower --per_device_eval_batch_size",
     "saving": "leave --async_save off (it copies the state to the host), or save less often",
 }
-PLANNED = 3  # knobs whose saving is predicted
+NAMED = 4  # knobs that a message names; the first with a prediction
 Planner = Callable[[Request, str], Plan | None]  # None: it cannot be planned
 
 
@@ -127,27 +127,23 @@ def saving(plan: Plan, other: Plan) -> float:
 
 
 def next_knobs(place: str, arguments: Any, hook_config: Any, script: str, num_processes: int) -> Iterator[str]:
-    """What to change, best first, with what the planner predicts that each saves; said without where it cannot plan."""
+    """What to change where memory ran out in this place, best first; of the first one what the planner predicts."""
     if place in ADVICE:
         yield ADVICE[place]
         return
     request = make_request(arguments, hook_config, script, num_processes)
-    wanted = KNOBS.get(place, ACTIVATIONS_FIRST)
     possible = dict(changes(request))
-    ordered = [name for knob in wanted for name in possible if name.startswith(knob)][:PLANNED]
+    wanted = KNOBS.get(place, ACTIVATIONS_FIRST)
+    ordered = [name for knob in wanted for name in possible if name.startswith(knob)] or [*possible]
+    first, *others = ordered[:NAMED]
     try:
-        before = make_plan(request, "as it is")
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            before, after = pool.map(make_plan, (request, possible[first]), ("as it is", first))
     except (ValueError, OSError) as error:
-        yield from ordered or ["more ranks, or a smaller model"]
-        yield f"(no prediction: {error})"
-        return
-    yield f"as it is, a rank needs {before.needs:.2f} GiB and is comfortable at {before.comfortable:.2f} (predicted)"
-    for name in ordered or list(possible)[:PLANNED]:
-        try:
-            after = make_plan(possible[name], name)
-            yield f"{name}: saves {before.comfortable - after.comfortable:.2f} GiB (predicted)"
-        except (ValueError, OSError) as error:
-            yield f"{name} (no prediction: {error})"
+        yield f"{first} (no prediction: {error})"
+    else:
+        yield f"{first}: {before.step.peak / GIB:.3f} -> {after.step.peak / GIB:.3f} GiB at the peak (predicted)"
+    yield from others
 
 
 def largest(request: Request, name: str, planner: Planner) -> tuple[int, Plan | None]:

@@ -1,0 +1,80 @@
+"""What a user reads when a run fails: rank, step, place, cause, what to do; last on the screen, from every launcher.
+
+The faults are real (faulty_run.py), on rank 1 of 2, through `accelerate launch`.
+"""
+
+import json
+import time
+
+import pytest
+from hang_watch import ENDED, end_if_apart
+from launching import RECIPES, accelerate_launch
+
+SAMPLE = RECIPES / "sample"
+ARGUMENTS = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", SAMPLE / "data", "--max_steps", 3]
+ARGUMENTS += ["--config", SAMPLE / "arguments.yaml", "--report_to", "none", "--eval_steps", 0]
+
+
+def failed(fault, folder, *more):
+    """What a launch with this fault prints, and how long it took."""
+    started = time.monotonic()
+    done = accelerate_launch("tests/faulty_run.py", fault, *ARGUMENTS, "--output_dir", folder, *more, timeout_s=200)
+    assert done.returncode != 0, done.stdout[-3000:]
+    return done.stdout, time.monotonic() - started
+
+
+def test_error_on_one_rank_is_the_last_thing_on_the_screen(tmp_path):
+    shown, _ = failed("error", tmp_path)
+    first = "rank 1, step 2: in the loop: KeyError: 'the disk is gone'"
+    assert shown.count(f"Error: {first}") == 1
+    tail = shown[shown.index("Root Cause") :]  # of the launcher's own last lines
+    assert first in tail and "faulty_run.py" in tail
+    assert "rank 0, step" not in shown  # it only lost a peer
+    status = json.loads((tmp_path / "run.json").read_text())["status"]
+    assert status.startswith("failed: ") and "the disk is gone" in status
+    assert "the disk is gone" in (tmp_path / "report.md").read_text()
+
+
+def test_out_of_memory_names_place_parts_and_next_knob(tmp_path):
+    shown, _ = failed("memory", tmp_path)
+    head = "rank 1, step 2: out of memory in forward: model.layers.0.mlp"
+    tail = shown[shown.index("Root Cause") :]
+    assert head in tail and "live then: parameter shards" in tail and "optimizer state" in tail
+    assert "next: --per_device_train_batch_size 4:" in tail and "GiB at the peak (predicted)" in tail
+    assert tail.index("--per_device_train_batch_size") < tail.index("next: finetune_mem_limit.py")
+    snapshot = json.loads((tmp_path / "out_of_memory-rank-1.json").read_text())
+    assert snapshot["parts"]["parameter shards"] == 1_435_264 * 4 // 2
+    assert snapshot["parts"]["optimizer state"] >= 2 * snapshot["parts"]["parameter shards"]  # step counts too
+
+
+def test_rank_that_never_comes_is_named_with_step_and_place(tmp_path):
+    shown, _ = failed("hang", tmp_path, "--hang_timeout", 6)
+    assert "no rank has moved for 6 s (--hang_timeout); they wait for one another:" in shown
+    at = shown[shown.index("they wait for one another") :]
+    assert "rank 1: step 2, finetune.py:" in at and "calling faulty" in at
+    assert at.index("rank 1: step 2") < at.index("rank 0: step 2, ")
+
+
+def notes_of(folder, notes):
+    folder.mkdir()
+    for rank, values in enumerate(notes):
+        (folder / f"rank-{rank}.json").write_text(json.dumps({"at": "step 1, a", "calls": "", **values}))
+
+
+@pytest.mark.parametrize(
+    ("notes", "ends"),
+    [
+        ([{"since": 0, "noted": 100}, {"since": 0, "noted": 100}], False),  # both in one place: a long evaluation
+        ([{"since": 0, "noted": 100}, {"at": "step 2, a", "since": 0, "noted": 100}], True),
+        ([{"since": 0, "noted": 100}, {"at": "step 2, a", "since": 95, "noted": 100}], False),  # it moves
+        ([{"since": 0, "noted": 100}, {"since": 0, "noted": 20}], True),  # stopped, in the same place
+    ],
+)
+def test_ranks_end_only_where_they_are_apart_and_none_moves(tmp_path, monkeypatch, notes, ends):
+    notes_of(tmp_path / "ranks", notes)
+    monkeypatch.setattr("hang_watch.time.time", lambda: 100)
+    ended = []
+    monkeypatch.setattr("hang_watch.os._exit", ended.append)
+    end_if_apart(tmp_path / "ranks", 0, 2, 50, 0)
+    assert ended == ([1] if ends else [])
+    assert (tmp_path / "ranks" / ENDED).exists() == ends
