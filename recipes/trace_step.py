@@ -35,7 +35,7 @@ from model_loading import add_adapters
 from optimizer import check_optimizer, local, make_optimizer
 from planned_step import PlannedStep, Request
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from unweighted_model import leave_meta, load_without_weights
 from utils import cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
@@ -50,6 +50,9 @@ def main() -> None:
     request = Request(**values)
     try:
         answer: dict[str, Any] = dataclasses.asdict(run_step(request))
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        why = f"what its forward does depends on the values of its tensors ({error.func}), and a plan has none"
+        answer = {"error": f"{why}; measure it in a short run instead"}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(answer))

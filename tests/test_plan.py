@@ -12,11 +12,15 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import plan
 import pytest
 from arguments import KINDS
 from hook_config import read_hook_config
 from launching import CONFIGS, RECIPES, ROOT
-from planned_step import Request
+from plan_advice import advise, changes, largest
+from planned_step import PlannedStep, Request
+from planning import GIB, Plan, capacity_gib
+from roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
 from transformers import LlamaConfig
 
 WORKER = Path(__file__).parent / "planner_worker.py"
@@ -148,33 +152,124 @@ def test_offloaded_state_is_on_the_host_and_the_rest_is_not(truths):
     assert one["peak"] < one["peak_with_host"] <= one["peak"] + one["host"]
 
 
-def plan(*words, status=0, timeout_s=300):
-    """plan.py as a command."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(RECIPES / "plan.py"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_a_plan_that_does_not_fit_says_which_change_would(folder, tmp_path):
-    """The loss dominates this model: of all single changes the chunked loss alone brings it under 0.07 GiB."""
-    words = ["--model_name_or_path", folder, "--accelerate_config", CONFIGS / "default.yaml", "--plan_dir", tmp_path]
-    words += ["--num_processes", 4, "--per_device_train_batch_size", 1, "--max_length", 512, "--outside_gib", 0]
-    words += ["--gradient_accumulation_steps", 1]
-    shown = plan(*words, "--gpu_memory", "0.06GiB")
-    assert "does not fit" in shown or "tight" in shown
-    assert "cheapest single change that fits:" in shown or "together these do:" in shown or "no change here" in shown
-    report = json.loads((tmp_path / "plan.json").read_text())
-    first = report[0]
+def test_a_plan_is_printed_and_written(folder, tmp_path, capsys):
+    plan.command([*words_of(folder, tmp_path), "--num_processes", "4", "--gpu_memory", "8GiB"])
+    shown = capsys.readouterr().out
+    assert "8.00 GiB given: fits, 5." in shown and "4 ranks | 1 x 512 tokens x 1" in shown
+    first = json.loads((tmp_path / "plan.json").read_text())
     assert first["step"]["peak"] == sum(first["step"]["parts"].values())
+    assert first["needs_gib"] == pytest.approx(2.0 + first["step"]["peak"] / GIB)
+    assert first["step"]["peak"] <= first["step"]["reserved"] and first["verdict"] == "fits"
     page = (tmp_path / "plan.md").read_text()
-    assert "| logits and loss |" in page and "plan.png" in page and (tmp_path / "plan.png").stat().st_size > 10_000
+    assert "| logits and loss |" in page and (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_what_cannot_be_planned_says_why(folder, tmp_path):
-    words = ["--model_name_or_path", folder, "--accelerate_config", CONFIGS / "default.yaml", "--plan_dir", tmp_path]
-    assert "--lora_target_modules nothing" in plan(*words, "--use_peft", "--lora_target_modules", "nothing", status=1)
-    assert "--gpu: found h900, allowed: b200" in plan(*words, "--gpu", "h900", status=1)
-    assert "--max needs --gpu_memory" in plan(*words, "--max", "max_length", status=1)
-    assert "unknown argument --max_lenght (did you mean --max_length?)" in plan(*words, "--max_lenght", 5, status=1)
+def words_of(folder, plan_dir):
+    words = ["--model_name_or_path", folder, "--accelerate_config", CONFIGS / "default.yaml", "--plan_dir", plan_dir]
+    return [*map(str, words), "--max_length", "512", "--gradient_accumulation_steps", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "h900"], "--gpu: found h900, allowed: b200"),
+        (["--gpu_memory", "much"], "--gpu_memory: found much, allowed: as in 80GiB or 80GB"),
+        (["--max", "max_length"], "--max needs --gpu_memory or --gpu"),
+        (["--max", "lora_r", "--gpu", "l4"], "--max: found lora_r, allowed: per_device_train_batch_size, max_length"),
+        (["--script", "train.py"], "--script: found train.py, allowed: finetune.py"),
+        (["--num_processes", "0"], "--num_processes: found 0, allowed: 1 or more"),
+        (["--max_lenght", "5"], "unknown argument --max_lenght (did you mean --max_length?)"),
+        (["--script", "finetune_mem_limit.py", "--optim", "adamw_torch_8bit"], ""),
+    ],
+)
+def test_what_cannot_be_planned_says_why(folder, tmp_path, words, message, capsys):
+    with pytest.raises((ValueError, SystemExit)) as stopped:
+        plan.command([*words_of(folder, tmp_path), *words])
+    assert message in str(stopped.value)
+    assert message or "--optim adamw_torch_8bit: its compiled update" in capsys.readouterr().err
+
+
+def test_capacity():
+    assert capacity_gib("80GiB") == 80 and capacity_gib("80") == 80
+    assert capacity_gib("80GB") == pytest.approx(74.5, abs=0.01)
+    assert capacity_gib(None, "h100") == 79.1
+
+
+def pretend(gib_of, speed_of=lambda request: 1.0, capacity=10.0):
+    """A planner whose plans need what a function of the request says."""
+
+    def planner(request, name):
+        size = gib_of(request)
+        if size is None:
+            return None
+        step = PlannedStep(peak=int(size * GIB), reserved=int(size * GIB))
+        return Plan(name, step, 0.0, capacity, {"step": 1 / speed_of(request)}, 1)
+
+    return planner
+
+
+def layout_gib(request):
+    """12 GiB: half of it goes with the chunked loss, a third with the optimizer's offload, less with other changes."""
+    size = 12.0 - 6.0 * (request.script == "finetune_mem_limit.py")
+    size -= 4.0 * request.hook_config["hook_offload_optimizer"]
+    return size - 0.5 * request.hook_config["hook_wrap_embeddings"]
+
+
+def layout_speed(request):
+    """Offload is the dearest."""
+    return 1.0 - 0.1 * (request.script == "finetune_mem_limit.py") - 0.4 * request.hook_config["hook_offload_optimizer"]
+
+
+def test_advice_names_the_fastest_change_that_fits(folder):
+    request = request_of(folder, per_device_train_batch_size=1)
+    planner = pretend(layout_gib, layout_speed)
+    plans, advice = advise(request, planner(request, "as planned"), planner)
+    assert advice == "cheapest single change that fits: finetune_mem_limit.py (loss in chunks) (saves 6.00 GiB)"
+    assert {plan.name for plan in plans if plan.verdict == "fits"} == {
+        "finetune_mem_limit.py (loss in chunks)",
+        "hook_offload_optimizer: true",
+    }
+
+
+def test_advice_puts_changes_together_where_none_is_enough(folder):
+    request = request_of(folder, per_device_train_batch_size=1)
+    planner = pretend(layout_gib, layout_speed, capacity=3.0)
+    _, advice = advise(request, planner(request, "as planned"), planner)
+    chunks, offload = "finetune_mem_limit.py (loss in chunks)", "hook_offload_optimizer: true"
+    assert advice == f"no single change fits; together these do: {chunks} + {offload} (2.00 GiB)"
+    planner = pretend(layout_gib, layout_speed, capacity=1.0)
+    assert advise(request, planner(request, "as planned"), planner)[1].startswith("no change here makes it fit")
+
+
+def test_changes_are_those_not_made_yet(folder):
+    names = [name for name, _ in changes(request_of(folder, config="performance.yaml", gradient_accumulation_steps=4))]
+    assert names[:2] == ["recompute every block", "hook_wrap_blocks_per_unit: 1"]
+    assert "hook_reduce_every_micro_batch: true" in names and "--per_device_train_batch_size 1" in names
+    tight = request_of(folder, "finetune_mem_limit.py", "mem_limit.yaml", per_device_train_batch_size=1)
+    assert [name for name, _ in changes(tight)] == [
+        "fsdp_activation_checkpointing_offload: true",
+        "fsdp_offload_params: true",
+        "--num_processes 4",
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 13, 60])
+def test_search_finds_the_largest_batch_that_fits(folder, limit):
+    planner = pretend(lambda request: request.arguments["per_device_train_batch_size"] / limit * 10.0)
+    value, plan_of_it = largest(request_of(folder), "per_device_train_batch_size", planner)
+    assert limit - limit // 16 <= value <= limit and plan_of_it.verdict == "fits"
+
+
+def test_search_says_that_nothing_fits(folder):
+    assert largest(request_of(folder), "max_length", pretend(lambda request: 11.0)) == (0, None)
+
+
+def test_step_time_is_what_arithmetic_says():
+    """1 s of products at the full share, half a second of sending behind it, a copy of 25 GB on top."""
+    gpu = GPUS["h100"]
+    counts = {"forward flops": int(COMPUTE_SHARE * gpu.bf16), "evaluation flops": 10**18}
+    counts |= {"all-gather calls": 0, "all-gather bytes": int(LINK_SHARE * gpu.link)}
+    found = step_seconds(counts, gpu, 2, is_fp32=False, state=0, copied=25 * 10**9)
+    assert found["computation"] == pytest.approx(1.0) and found["communication"] == pytest.approx(0.5)
+    assert found["step"] == pytest.approx(2.0)
+    assert step_seconds(counts, gpu, 1, is_fp32=False, state=0, copied=0)["communication"] == 0
