@@ -29,6 +29,7 @@ import pyarrow as pa
 from bench_checkpoint import checkpoints
 from bench_contenders import contenders
 from bench_ladder import ladder
+from bench_planner import planner
 from data import tokenize_rows
 from data_sources import load_rows
 from packing import pack_rows, plan_packing
@@ -229,6 +230,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "packing": packing,
     "preparing": preparing,
     "checkpoints": checkpoints,
+    "planner": planner,
 }
 
 if __name__ == "__main__":

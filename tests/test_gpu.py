@@ -1,12 +1,14 @@
 """What only a GPU can show. Skipped, with the reason, on a machine without one."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import yaml
 from launching import CONFIGS, RECIPES, ROOT, accelerate_launch
 from optimizer import OffloadedAdamW
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,3 +85,25 @@ def test_offload_asks_for_a_cpu_backend_beside_nccl(tmp_path):
     done = accelerate_launch(ROOT / "tests" / "launch_worker.py", config=config)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert "cpu" in json.loads(line.removeprefix("FOUND "))["backend"]
+
+
+@pytest.mark.parametrize("yaml_name", ["default.yaml", "performance.yaml", "mem_limit.yaml"])
+def test_planned_memory_is_what_a_run_takes(tmp_path, yaml_name):
+    """Allocated to 2%, reserved to 5%: a model large enough that cuBLAS' workspaces are small beside it."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "vocab_size": 32000}
+    config = LlamaConfig(**sizes, num_attention_heads=16, max_position_embeddings=2048)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RECIPES / "sample" / "model" / name, tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"text": "one two three four five " * 2000}) + "\n") * 16)
+    yaml_path = tmp_path / "one.yaml"
+    values = yaml.safe_load((CONFIGS / yaml_name).read_text())
+    yaml_path.write_text(yaml.safe_dump({**values, "num_processes": 1}, sort_keys=False))
+    arguments = ["--model_name_or_path", tmp_path / "model", "--dataset_name", rows, "--max_length", 2048]
+    arguments += ["--gradient_accumulation_steps", 2, "--max_steps", 3, "--logging_steps", 1, "--report_to", "none"]
+    measured = train(yaml_path, tmp_path / "out", *arguments)[-1]
+    train(yaml_path, tmp_path / "out", *arguments, "--dry_run")
+    planned = json.loads((tmp_path / "out" / "plan.json").read_text())["step"]
+    assert planned["peak"] / 2**30 == pytest.approx(measured["peak_allocated_gib"], rel=0.02)
+    assert planned["reserved"] / 2**30 == pytest.approx(measured["peak_mem_gib"], rel=0.05)
