@@ -59,7 +59,7 @@ from model_structure import count_blocks
 from non_finite import NonFiniteSteps
 from optimizer import make_optimizer, prepare
 from packing import pack_rows
-from plan_report import dry_run
+from plan_report import dry_run, plan_beside
 from prepare_data import prepare_data
 from replay import replay
 from resume import compare_runs, load_weights, resume, run_facts
@@ -70,7 +70,7 @@ from torch import nn
 from training_state import data_hash
 from transformers import get_scheduler
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
-from wrap_report import report_wrap, save_report
+from wrap_report import print_and_save
 
 SAMPLE_DIR = Path(__file__).parent / "sample"
 STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + SIGTERM)
@@ -131,10 +131,8 @@ def main() -> None:
         cast_stored_parameters(model, hook_config, frozen_dtype)
         cast_buffers(model, hook_config)
         keys = as_plain_dict(hook_config)
-        report, lines = report_wrap(model, units, recomputed, recomputed_blocks(model), count_blocks(model), keys)
-        lines += [f"note: {note}" for note in notes(hook_config, is_cpu)]
-        accelerator.print("\n".join(lines))
-        accelerator.on_main_process(save_report)(report, output_dir)
+        report = count_blocks(model), keys, notes(hook_config, is_cpu), accelerator, output_dir
+        print_and_save(model, units, (recomputed, recomputed_blocks(model)), *report)
 
     # Optimizer after wrapping and before any forward; the schedule counts optimizer steps on any number of ranks.
     with stop_together():
@@ -181,6 +179,7 @@ def main() -> None:
         log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
     parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
+    plan_beside(accelerator, arguments, hook_config, Path(__file__).name)
     watch_for_hangs(accelerator, arguments)
     with explained_failures(accelerator, model, optimizer, arguments, hook_config, Path(__file__).name):
         is_finished = train(*parts, note_stop_signals(), arguments, hook_config)

@@ -1,7 +1,9 @@
 """How plan.py answers: text, Markdown, JSON, and a chart of memory over one step."""
 
+import contextlib
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,18 @@ def dry_run(arguments: Any, config: Any, script: str, num_processes: int) -> str
     plan = make_plan(request, named(request, config), capacity_gib())
     write_report([plan], Path(arguments.output_dir))
     return f"{text(plan)}\nnote: {ASSUMPTIONS}\nplan: {arguments.output_dir}/plan.md"
+
+
+def plan_beside(accelerator: Any, arguments: Any, config: Any, script: str) -> None:
+    """Plan this run while it trains, so that its report can show the predicted peak beside the measured one.
+
+    On GPUs only: what a CPU run allocates is not measured, and the plan would take a core from it.
+    """
+    if accelerator.device.type == "cpu" or not accelerator.is_main_process:
+        return
+
+    def plan() -> None:
+        with contextlib.suppress(ValueError, OSError):  # the run has no need of it
+            dry_run(arguments, config, script, accelerator.num_processes)
+
+    threading.Thread(target=plan, daemon=True, name="plan").start()

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from hook_wrap import Unit
 from model_structure import base_model, kept_in_fp32, original_class_name
 from torch import nn
@@ -184,6 +185,27 @@ def report_wrap(
     report = build_report(live, asked, num_blocks, keys)
     warnings = [f"note: {warning}" for warning in warnings_for(report, model)]
     return report, [*module_tree(model, live), *summary_lines(report), *warnings]
+
+
+def print_and_save(
+    model: nn.Module,
+    units: list[Unit],
+    recomputes: tuple[list[str], list[str]],
+    num_blocks: int,
+    keys: dict[str, Any],
+    notes: list[str],
+    accelerator: Accelerator,
+    output_dir: str,
+) -> None:
+    """report_wrap with the notes on the YAML, printed and saved once. `recomputes`: planned and live block names.
+
+    Raises:
+        ValueError: the live model is not what was planned.
+    """
+    planned, live = recomputes
+    report, lines = report_wrap(model, units, planned, live, num_blocks, keys)
+    accelerator.print("\n".join([*lines, *(f"note: {note}" for note in notes)]))
+    accelerator.on_main_process(save_report)(report, output_dir)
 
 
 def save_report(report: dict[str, Any], output_dir: str) -> None:
