@@ -104,13 +104,11 @@ def as_json(plans: list[Plan]) -> str:
 
 def save_chart(plan: Plan, path: Path) -> None:
     """Memory over one step by part, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, which is for one thread
     from memory_trace import PARTS
 
-    figure, axes = plt.subplots(figsize=(11, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = figure.subplots()
     points = [parts for _, parts in plan.step.timeline]
     layers = [[parts[i] / GIB for parts in points] for i in range(len(PARTS))]
     used = [i for i, layer in enumerate(layers) if max(layer) > 0]
@@ -135,7 +133,6 @@ def save_chart(plan: Plan, path: Path) -> None:
     figure.suptitle(plan.name, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def write_report(plans: list[Plan], folder: Path) -> None:
