@@ -110,6 +110,7 @@ def save_chart(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplots()
     points = [parts for _, parts in plan.step.timeline]
+    points += points[-1:]  # a step is drawn up to the next point
     layers = [[parts[i] / GIB for parts in points] for i in range(len(PARTS))]
     used = [i for i, layer in enumerate(layers) if max(layer) > 0]
     axes.stackplot(
