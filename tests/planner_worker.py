@@ -25,7 +25,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 from trace_step import Ready, local, ready, run_step
 
-STEPS = 3  # over gloo: its threads may hold a buffer a little longer, so the lowest of these counts
+STEPS = 3  # over gloo, whose threads may free a buffer sooner or later: the middle one counts
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def true_peak(request: Request) -> dict[str, int]:
     base = sum(state.values())
     del it
     gc.collect()
-    ours, whole, count = min(rises)
+    ours, whole, count = sorted(rises)[len(rises) // 2]
     return {"true": base + ours, "with_gloo": base + whole, "events": count}
 
 
