@@ -31,7 +31,8 @@ def find_non_finite(model: nn.Module, whole_step: Callable[[], torch.Tensor]) ->
     """Run a step (forwards and backwards, returning its loss) under hooks.
 
     Returns (what was first not finite on this rank, the number of rows of each forward of the model). The gradients
-    stay, for the caller to clear. A collective where the step is one.
+    stay, for the caller to clear; in their last bits they are added up in another order than without hooks. A
+    collective where the step is one.
     """
     watch = FiniteWatch(model)
     try:

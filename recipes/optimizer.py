@@ -83,7 +83,8 @@ def prepare(
     check_optimizer(model, optimizer)
     if line := low_precision_line(model, optimizer):
         accelerator.print(line)
-    FirstStepCheck(model, optimizer)
+    if accelerator.is_main_process:
+        FirstStepCheck(model, optimizer)
     return model, prepared
 
 

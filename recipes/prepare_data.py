@@ -74,15 +74,10 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
         train_line = f"train data: a stream; of its first {len(train_set):,} rows: {train_line}"
         modes = options["max_length"], options["truncation_mode"]
         learns = [options[name] for name in ("assistant_only_loss", "completion_only_loss", "mask_history")]
+        settings = {"tokenizer": tokenizer, "columns": columns, "options": (*modes, *learns)}
         stream = (
             partial(open_stream, names, splits[0], splits[0]),
-            partial(
-                tokenize_window,
-                tokenizer=tokenizer,
-                columns=columns,
-                options=(*modes, *learns),
-                skip_bad_rows=arguments.skip_bad_rows,
-            ),
+            partial(tokenize_window, **settings, skip_bad_rows=arguments.skip_bad_rows),
             arguments.max_length if arguments.packing else 0,
             1.0 if arguments.allow_lost_rows else MAX_LOST,
         )

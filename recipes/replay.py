@@ -28,8 +28,8 @@ Rows = list[list[Any]]  # of each micro-batch, its rows' numbers; of a packed ro
 FACTS = "batch.json"
 LISTED = 16  # row numbers, and ranks that met different things
 FINITE = (
-    "every module, gradient and the norm were finite, with these weights, rows and random numbers. In the run itself "
-    "that means a kernel that does not repeat, or failing hardware"
+    "every module, gradient and the norm were finite, with these weights, rows and random numbers. Where the run "
+    "itself failed with the same, a kernel does not repeat, compiled code differs (none runs here), or hardware fails"
 )
 
 
@@ -72,7 +72,9 @@ def run_again(step: Step, model: nn.Module, rows: Rows, device: torch.device) ->
 
 def name_rows(finding: Finding, batch_rows: list[int], rows: Rows) -> str:
     """The row numbers of a finding. A micro-batch may have run in pieces, as many of each."""
-    if finding.call < 0 or not rows:
+    if not rows:
+        return ""
+    if finding.call < 0:
         numbers, exact = [number for micro_batch in rows for number in micro_batch], []
     else:
         pieces = len(batch_rows) // len(rows)
@@ -154,7 +156,7 @@ def replay(
         micro_batches, random_state, rows, facts = read_step(Path(path), rank, world_size)
         scaled_tokens = facts["label_tokens"] * world_size / facts["world_size"]  # each row's gradient is as it was
         title = f"replay of step {facts['step']} ({path})"
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         failure = f"rank {rank}: {type(error).__name__}: {error}"
     dist.all_gather_object(failures, failure)
     if any(failures):

@@ -250,13 +250,12 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
     # One evaluation in the middle, which must change nothing, and one at the end.
     names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0, "seed": SEED}
-    names |= {"on_non_finite": "stop", "output_dir": ""}
     held_out, log = held_out_of(rank, tokens), RecordingLog()
-    options = types.SimpleNamespace(max_grad_norm=arithmetic.max_grad_norm, **names)
+    names |= {"on_non_finite": "stop", "output_dir": "", "max_grad_norm": arithmetic.max_grad_norm}
     torch.manual_seed(SEED + rank)
     with recorded_outputs(model, run.outputs):
         parts = accelerator, model, prepared, scheduler, steps, held_out, log
-        finetune.train(*parts, dict(START), None, [], options, config)
+        finetune.train(*parts, dict(START), None, [], types.SimpleNamespace(**names), config)
     trained = [values for values in log.written if "loss" in values]
     run.losses = [values["loss"] for values in trained]
     run.norms = [values["grad_norm"] for values in trained]

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -42,7 +41,8 @@ class FirstStepCheck:
     """Says once which trained tensors the optimizer does not move though they have a gradient.
 
     It looks at the first step that has gradients and a learning rate. A tensor that stays is looked at again until the
-    rate is at its top, because a warm-up begins with steps that rounding swallows. Then it takes itself off.
+    rate is at its top, because a warm-up begins with steps that rounding swallows. Then it takes itself off. For one
+    rank, whose shards tell: a collective inside a step would leave the others waiting where it fails on one.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -63,25 +63,22 @@ class FirstStepCheck:
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Compare them over all ranks, which then know the same. A collective."""
+        """Compare them, and say what did not move."""
         self.depth -= 1
         if self.depth:
             return
-        mine = [None if self.samples[name] is None else self.samples[name].read(p) for name, p in self.waiting.items()]
+        seen = {name: sample.read(self.waiting[name]) for name, sample in self.samples.items() if sample is not None}
         self.samples = {}
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
         rate, top_rate = highest_rates(optimizer)
-        per_tensor = {name: [seen for seen in ranks if seen] for name, ranks in zip(self.waiting, zip(*found))}
-        if rate == 0 or not any(per_tensor.values()):
+        if rate == 0 or not any(seen.values()):
             return  # a warm-up may begin so; and so does torch make the state of an optimizer before it is loaded
-        stuck = {name: seen for name, seen in per_tensor.items() if seen and not any(moved for moved, _, _ in seen)}
+        stuck = {name: values[1:] for name, values in seen.items() if values and not values[0]}
         self.waiting = {name: self.waiting[name] for name in stuck}
         if stuck and rate < 0.99 * top_rate:
             return
         for handle in self.handles:
             handle.remove()
-        if stuck and dist.get_rank() == 0:
+        if stuck:
             epsilon = optimizer.param_groups[0].get("eps", 0.0)
             dtypes = {name: parameter.dtype for name, parameter in self.waiting.items()}
             tqdm.write(describe_stuck(stuck, dtypes, rate, epsilon))
@@ -114,11 +111,12 @@ def take_sample(parameter: nn.Parameter) -> Sample | None:
     return Sample(local(parameter).flatten(), gradient)
 
 
-def describe_stuck(stuck: dict[str, list], dtypes: dict[str, torch.dtype], rate: float, epsilon: float) -> str:
-    """Which tensors did not move, apart by what keeps them."""
+def describe_stuck(
+    stuck: dict[str, tuple[float, float]], dtypes: dict[str, torch.dtype], rate: float, epsilon: float
+) -> str:
+    """Which tensors (of this smallest value, this largest gradient) did not move, apart by what keeps them."""
     rounded, unreached = [], []
-    for name, seen in stuck.items():
-        smallest, gradient = min(s for _, s, _ in seen), max(g for _, _, g in seen)
+    for name, (smallest, gradient) in stuck.items():
         move = rate * gradient / (gradient + epsilon)  # of AdamW's first step
         is_rounded = move < torch.finfo(dtypes[name]).eps / 2 * smallest
         dtype = str(dtypes[name]).removeprefix("torch.")

@@ -1,5 +1,6 @@
 """A loss that jumps about is said once, and one that is only noisy never; weights that do not move are named."""
 
+import json
 import math
 import random
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import finetune_in_process
+from launching import CONFIGS, RECIPES
 from loss_checks import SPIKES, WINDOW, LossWatch
 from start_lines import start_lines
 from torch import nn
@@ -14,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from transformers import get_scheduler
 from weight_checks import FirstStepCheck, low_precision_line
 
+SAMPLE = RECIPES / "sample"
 BF16 = SimpleNamespace(hook_norm_dtype=None, hook_param_dtype="bf16", hook_reduce_dtype="bf16")
 
 
@@ -68,6 +72,22 @@ def test_loss_that_jumps_about_is_said_once_at_the_third_jump_with_what_to_try(n
         assert step == 232 and f"{SPIKES} of the last {WINDOW} steps" in line
         order = [line.index(word) for word in ("hook_norm_dtype: fp32", "--learning_rate", "hook_reduce_dtype: fp32")]
         assert order == sorted(order)
+
+
+def test_run_whose_rows_make_its_loss_jump_says_so_once(tmp_path):
+    """A row learnt by heart, and after twenty steps three of noise, on one rank."""
+    line = (SAMPLE / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    noise = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=40))
+    rows = [line] * 42 + [json.dumps({"prompt": "a", "completion": noise[i:] + noise[:i]}) for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    arguments = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", tmp_path / "train.jsonl"]
+    arguments += ["--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 1, "--learning_rate", 1e-3]
+    arguments += ["--max_steps", 35, "--report_to", "none", "--output_dir", tmp_path / "out"]
+    done = finetune_in_process(arguments, tmp_path / "log", world_size=1, config=CONFIGS / "performance.yaml")
+    assert not any(done.codes), done.output[-3000:]
+    assert done.output.count("note: the loss jumps about: 3 of the last 30 steps") == 1
+    assert done.output.count("hook_norm_dtype: fp32, then a lower --learning_rate") == 1
+    assert "did not change" not in done.output
 
 
 def test_what_is_in_fp32_already_is_not_advised():
