@@ -13,7 +13,6 @@ what the loop does to the batch. On a machine without GPUs the same code runs ov
 To copy it, take a YAML and the files that the README names under "Copying a recipe".
 """
 
-import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -57,18 +56,17 @@ from metrics import MetricsLog, StepMeter, format_line, memory
 from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from model_structure import count_blocks
 from non_finite import NonFiniteSteps
-from optimizer import make_optimizer, prepare
+from optimizer import make_optimizer, make_scheduler, prepare
 from packing import pack_rows
 from plan_report import dry_run, plan_beside
 from prepare_data import prepare_data
 from replay import replay
-from resume import compare_runs, load_weights, resume, run_facts
+from resume import compare_runs, load_best, resume, run_facts
 from run_folder import best_checkpoint, checked_manifest, find_checkpoint, hold_folder
 from start_lines import start_lines
 from streaming import Stream, stream_steps
 from torch import nn
 from training_state import data_hash
-from transformers import get_scheduler
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
 from wrap_report import print_and_save
 
@@ -144,8 +142,7 @@ def main() -> None:
     rows_per_step, position = micro * accumulation * world_size, {name: state[name] for name in ("epoch", "rows_seen")}
     length = arguments.num_train_epochs, arguments.max_steps, state["step"]
     total_steps = count_steps(len(data.train), rows_per_step, *length, **position)
-    warmup_steps = arguments.warmup_steps if arguments.warmup_steps >= 1 else arguments.warmup_steps * total_steps
-    scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, math.ceil(warmup_steps), total_steps)
+    scheduler = make_scheduler(optimizer, arguments.lr_scheduler_type, arguments.warmup_steps, total_steps)
     model, prepared_optimizer = prepare(accelerator, model, optimizer)
 
     set_seed(arguments.seed, device_specific=True)  # each rank drops other units
@@ -191,10 +188,8 @@ def main() -> None:
         end(accelerator)
         sys.exit(STOPPED if writer.is_saved else 1)
     best = decided_by_rank_0(best_checkpoint, output_dir) if arguments.load_best_model_at_end else None
-    if best is not None:
-        with stop_together():
-            load_weights(model, optimizer, best)
-        log.say(f"lowest eval_loss: {best}, loaded")
+    with stop_together():
+        log.say(load_best(model, optimizer, best))
     if prompts:
         log.write_answers(total_steps, *compare_answers(prompts, expected, before, answer_prompts()))
     with stop_together():

@@ -1,6 +1,7 @@
 """AdamW over the sharded parameters: parameter groups, the proof that it holds them, state offload."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from itertools import zip_longest
 
@@ -9,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
 from transformers.utils import is_torchao_available
 from weight_checks import FirstStepCheck, low_precision_line
 
@@ -65,6 +67,14 @@ def check_optim(optim: str, is_offloaded: bool) -> None:
         raise ValueError("--optim adamw_torch_8bit: torchao is not installed (pip install torchao).")
     if optim == "adamw_torch_8bit" and is_offloaded:
         raise ValueError("--optim adamw_torch_8bit keeps its state on the device: set hook_offload_optimizer: false.")
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, kind: str, warmup_steps: float, total_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """transformers' schedule over optimizer steps. `warmup_steps` below 1 is a share of all steps."""
+    warmup_steps = warmup_steps if warmup_steps >= 1 else warmup_steps * total_steps
+    return get_scheduler(kind, optimizer, math.ceil(warmup_steps), total_steps)
 
 
 def prepare(

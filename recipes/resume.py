@@ -133,9 +133,12 @@ def resume(
     return notes
 
 
-def load_weights(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint alone. A collective."""
+def load_best(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path | None) -> str:
+    """Load the weights of a checkpoint alone, and say so; "" where there is none. A collective."""
+    if checkpoint is None:
+        return ""
     load_tensors(training_tensors(model, optimizer)["model"], checkpoint / "model")
+    return f"lowest eval_loss: {checkpoint}, loaded"
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
