@@ -79,9 +79,9 @@ def main() -> None:
         arguments = parse_arguments(sample_dir=SAMPLE_DIR, kind=MemLimitArguments)
         hook_config = read_hook_config(arguments.accelerate_config)
     with stop_together():
-        trackers, output_dir = [name for name in arguments.report_to if name != "none"], arguments.output_dir
-        scale = arguments.fp16_initial_scale
-        accelerator = make_accelerator(hook_config, scale, log_with=trackers or None, project_dir=output_dir)
+        trackers = [name for name in arguments.report_to if name != "none"] or None
+        scale, output_dir = arguments.fp16_initial_scale, arguments.output_dir
+        accelerator = make_accelerator(hook_config, scale, log_with=trackers, project_dir=output_dir)
     is_cpu, rank, world_size = accelerator.device.type == "cpu", accelerator.process_index, accelerator.num_processes
 
     if arguments.dry_run:
@@ -158,14 +158,12 @@ def main() -> None:
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
     lines = data.lines + start_lines(hook_config, arguments, accelerator, scheduler, total_steps)
     log.start(arguments, hook_config, lines)
-    accelerator.init_trackers(Path(output_dir).name)
 
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
     test_batches = evaluation_batches(data.test, batch_size, rank, world_size, pad_token_id) if data.test else []
-    prompts, expected = data.prompts, data.answers
     options = data.prompts_hold_begin, batch_size, arguments.max_new_tokens
-    answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, prompts, *options)
-    before = answer_prompts() if prompts and checkpoint is None else []
+    answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, data.prompts, *options)
+    before = answer_prompts() if data.prompts and checkpoint is None else []
     share = micro, accumulation, rank, world_size, arguments.seed, pad_token_id
     steps = training_steps(data.train, *share, arguments.dataloader_num_workers, arguments.group_by_length, **position)
     if data.stream is not None:
@@ -188,8 +186,8 @@ def main() -> None:
     best = decided_by_rank_0(best_checkpoint, output_dir) if arguments.load_best_model_at_end else None
     with stop_together():
         log.say(load_best(model, optimizer, best))
-    if prompts:
-        log.write_answers(total_steps, *compare_answers(prompts, expected, before, answer_prompts()))
+    if data.prompts:
+        log.write_answers(total_steps, *compare_answers(data.prompts, data.answers, before, answer_prompts()))
     with stop_together():
         export_model(model, tokenizer, Path(output_dir, "model"), export_dtype, accelerator.is_main_process)
     log.close()

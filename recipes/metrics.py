@@ -105,8 +105,9 @@ class MetricsLog:
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # later steps run again
 
     def start(self, arguments: Any, config: Any, lines: list[str]) -> None:
-        """Print what the run is, and write it down in run.json; however the run ends now, it leaves a report."""
+        """Print what the run is, write it down in run.json, and open the trackers; however it ends, it leaves a report."""
         self.say("\n".join(lines))
+        self.accelerator.init_trackers(self.path.parent.name)
         if self.accelerator.is_main_process:
             facts = run_facts(arguments, config, self.accelerator.device)
             facts |= {"num_processes": self.accelerator.num_processes, "data": lines}
