@@ -160,7 +160,6 @@ def main() -> None:
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
     lines = data.lines + start_lines(hook_config, arguments, accelerator, scheduler, total_steps)
     log.start(arguments, hook_config, lines)
-
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
     test_batches = evaluation_batches(data.test, batch_size, rank, world_size, pad_token_id) if data.test else []
     options = data.prompts_hold_begin, batch_size, arguments.max_new_tokens

@@ -105,7 +105,7 @@ class MetricsLog:
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # later steps run again
 
     def start(self, arguments: Any, config: Any, lines: list[str]) -> None:
-        """Print what the run is, write it down in run.json, and open the trackers; however it ends, it leaves a report."""
+        """Print what the run is, write run.json and open the trackers; however the run ends now, it leaves a report."""
         self.say("\n".join(lines))
         self.accelerator.init_trackers(self.path.parent.name)
         if self.accelerator.is_main_process:
