@@ -8,17 +8,17 @@ out of memory in forward or backward makes all ranks do the step's rows again in
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, checkpoint.py,
-chunked_loss.py, data.py, data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py,
-evaluation.py, greedy_answers.py, hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py,
-hook_wrap.py, label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py,
-model_structure.py, optimizer.py, out_of_memory.py, packing.py, prepare_data.py, resume.py, run_folder.py, shrink.py,
-shrink_layers.py, start_lines.py, streaming.py, training_state.py, utils.py, wrap_report.py and a YAML.
+To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, chat_text.py, checkpoint.py, chunked_loss.py,
+data.py, data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, evaluation.py,
+greedy_answers.py, hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py,
+label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_flops.py, model_loading.py,
+model_structure.py, optimizer.py, out_of_memory.py, packing.py, prepare_data.py, profile_compare.py, profile_report.py,
+profiler.py, resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py, streaming.py, training_state.py,
+utils.py, wrap_report.py and a YAML.
 """
 
 import math
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,8 @@ from optimizer import make_optimizer, prepare
 from out_of_memory import OPTIMIZER, SmallerMicroBatches, stop_if_out_of_memory
 from packing import pack_rows
 from prepare_data import prepare_data
+from profile_compare import compare_settings
+from profiler import StepProfiler
 from resume import compare_runs, load_weights, resume, run_facts
 from run_folder import best_checkpoint, check_files, find_checkpoint, hold_folder, read_manifest
 from start_lines import start_lines
@@ -214,20 +216,17 @@ def train(
     hook_config: HookConfig,
 ) -> bool:
     """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
-    device, world_size = accelerator.device, accelerator.num_processes
-    meter, skipped, skipped_in_a_row = StepMeter(), 0, 0
+    device, world_size, meter = accelerator.device, accelerator.num_processes, StepMeter()
+    step, is_stopping, skipped, skipped_in_a_row = state["step"], False, 0, 0
     smaller = SmallerMicroBatches(accelerator, model, arguments.per_device_train_batch_size, log.say)
-    step, is_stopping = state["step"], False
+    profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log, meter)
     while step < log.total_steps and not is_stopping:
-        fetch_started = time.perf_counter()
-        micro_batches, position = next(steps)
-        meter.data_s += time.perf_counter() - fetch_started
+        with meter.reading():
+            micro_batches, position = next(steps)
 
         # The loss is a mean over the label tokens of the whole step, so count them over all ranks first.
-        counts = [
-            sum(num_label_tokens(b["labels"]) for b in micro_batches),
-            sum(b["labels"].numel() for b in micro_batches),
-        ]
+        labels = [batch["labels"] for batch in micro_batches]
+        counts = [sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))]
         label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
         whole_step = partial(forward_backward, accelerator, model, label_tokens, hook_config)
         loss_sum = smaller.run(whole_step, micro_batches)
@@ -274,6 +273,7 @@ def train(
                 saved = writer.save(state)
             log.say(f"step {step}/{log.total_steps} | {saved}")
             meter.reset()
+        profiler.step(micro_batches, is_last or is_stopping)
     return not is_stopping or step == log.total_steps
 
 
@@ -297,4 +297,4 @@ def forward_backward(
 
 
 if __name__ == "__main__":
-    main()
+    compare_settings(main, MemLimitArguments, SAMPLE_DIR) or main()

@@ -13,14 +13,14 @@ what the loop does to the batch. On a machine without GPUs the same code runs ov
 To copy it: architecture.py, argument_checks.py, arguments.py, batches.py, block_kernels.py, chat_text.py,
 checkpoint.py, data.py, data_files.py, data_folders.py, data_formats.py, data_sources.py, data_turns.py, evaluation.py,
 greedy_answers.py, hf_folder.py, hook_activation_checkpointing.py, hook_config.py, hook_keys.py, hook_wrap.py,
-label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_loading.py, model_structure.py,
-optimizer.py, packing.py, prepare_data.py, resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py,
-streaming.py, training_state.py, utils.py, wrap_report.py and a YAML.
+label_mask.py, launch.py, launcher_config.py, losses.py, metrics.py, model_flops.py, model_loading.py,
+model_structure.py, optimizer.py, packing.py, prepare_data.py, profile_compare.py, profile_report.py, profiler.py,
+resume.py, run_folder.py, shrink.py, shrink_layers.py, start_lines.py, streaming.py, training_state.py, utils.py,
+wrap_report.py and a YAML.
 """
 
 import math
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,8 @@ from model_structure import count_blocks
 from optimizer import make_optimizer, prepare
 from packing import pack_rows
 from prepare_data import prepare_data
+from profile_compare import compare_settings
+from profiler import StepProfiler
 from resume import compare_runs, load_weights, resume, run_facts
 from run_folder import best_checkpoint, check_files, find_checkpoint, hold_folder, read_manifest
 from start_lines import start_lines
@@ -216,9 +218,9 @@ def train(
     hook_config: HookConfig,
 ) -> bool:
     """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
-    device, world_size = accelerator.device, accelerator.num_processes
-    meter, skipped, skipped_in_a_row = StepMeter(), 0, 0
-    step, is_stopping = state["step"], False
+    device, world_size, meter = accelerator.device, accelerator.num_processes, StepMeter()
+    step, is_stopping, skipped, skipped_in_a_row = state["step"], False, 0, 0
+    profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log, meter)
     upcoming = fetch_ahead(steps, device)
     while step < log.total_steps and not is_stopping:
         micro_batches, position, counts = upcoming.result()
@@ -228,10 +230,8 @@ def train(
         sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))]))
 
         # The device is still at work: read the next step's rows and send them.
-        fetch_started = time.perf_counter()
-        if step + 1 < log.total_steps:
-            upcoming = fetch_ahead(steps, device)
-        meter.data_s += time.perf_counter() - fetch_started
+        with meter.reading():
+            upcoming = fetch_ahead(steps, device) if step + 1 < log.total_steps else upcoming
 
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)  # here the CPU waits for the device
         (loss_sum, signalled), (label_tokens, tokens) = sums.tolist(), counts.tolist()
@@ -274,6 +274,7 @@ def train(
                 saved = writer.save(state)
             log.say(f"step {step}/{log.total_steps} | {saved}")
             meter.reset()
+        profiler.step(micro_batches, is_last or is_stopping)
     return not is_stopping or step == log.total_steps
 
 
@@ -296,4 +297,4 @@ def forward_backward(
 
 
 if __name__ == "__main__":
-    main()
+    compare_settings(main, PerformanceArguments, SAMPLE_DIR) or main()

@@ -4,12 +4,14 @@ import contextlib
 import gc
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 from tqdm import tqdm
 
 GIB = 2**30
@@ -27,6 +29,14 @@ class StepMeter:
         self.started, self.data_s = time.perf_counter(), 0.0
         self.steps = self.tokens = self.label_tokens = 0
         self.loss_sum = 0.0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Time a block that reads rows, and mark it for a profile."""
+        started = time.perf_counter()
+        with record_function("recipe: data"):
+            yield
+        self.data_s += time.perf_counter() - started
 
     def add_step(self, loss_sum: float, tokens: int, label_tokens: int) -> None:
         """Add one optimizer step: sums over all ranks."""
@@ -47,6 +57,7 @@ class StepMeter:
         }
 
 
+@record_function("recipe: memory")
 def memory(device: torch.device) -> dict[str, float]:
     """Peak reserved memory since the last call on a GPU; bytes of live tensors now on a CPU (named so)."""
     if device.type == "cuda":
