@@ -14,7 +14,9 @@ import os
 import shutil
 import signal
 import socket
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,6 @@ WARM_UP_STEPS = 2  # the first one makes optimizer state, allocates, tunes and c
 POLL_S, GRACE_S = 0.1, 5.0  # a rank that failed with the others has so long to say why itself
 NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "memoryerror")
 ECHOES = ("said nothing", "Connection closed", "Connection reset", "NCCL")  # of another rank's end
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RECOMPUTE = "fsdp_activation_checkpointing"
 WITHOUT_RECOMPUTE = {RECOMPUTE: False, f"{RECOMPUTE}_offload": False, "hook_checkpoint_function": None}
 # Steps without an end, each logged, and nothing else: no evaluation, answers, checkpoints or trackers.
@@ -61,12 +62,6 @@ class Ranks:
         self.store.set(f"{key}/{self.rank}", text)
         return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
 
-    def from_rank_0(self, key: str, text: str) -> str:
-        """What rank 0 says under a key."""
-        if self.rank == 0:
-            self.store.set(key, text)
-        return self.store.get(key).decode()
-
     def raise_flag(self, key: str) -> None:
         """Tell all ranks."""
         self.store.add(key, 1)
@@ -75,37 +70,46 @@ class Ranks:
         """Whether a rank has raised any of these."""
         return any(self.store.add(key, 0) for key in keys)
 
+    def leave(self) -> None:
+        """Rank 0, which may hold the store, is the last to go."""
+        self.store.add("left", 1)
+        while self.rank == 0 and self.store.add("left", 0) < self.world_size:
+            time.sleep(POLL_S)
 
-def compare_settings(main: Callable[[], None], kind: type[FinetuneArguments], sample_dir: Path) -> bool:
-    """Carry --profile_compare out and return True; return False where it is not asked for, or the arguments are wrong.
 
-    `main` is the script's. Call it before anything touches a device.
+def compare_settings(main: Callable[[], None], kind: type[FinetuneArguments], sample_dir: Path) -> None:
+    """Carry --profile_compare out and end, with status 1 if not even the run as asked could be measured.
+
+    Returns None where it is not asked for, or the arguments are wrong. `main` is the script's; call this before
+    anything touches a device.
     """
     try:
         arguments = parse_arguments(sample_dir=sample_dir, kind=kind)
         raw = load_yaml(find_launch(arguments.accelerate_config).path)
     except ValueError:  # the script says what is wrong
-        return False
+        return
     if arguments.profile_compare:
         run_settings(main, raw, Path(arguments.output_dir, "profile", "compare"), arguments.profile_compare)
-    return arguments.profile_compare > 0
 
 
 def run_settings(main: Callable[[], None], raw: dict[str, Any], folder: Path, steps: int) -> None:
     """Run each setting, print the table on rank 0 and write it beside the folder that the runs write to."""
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")  # it minds that processes are ended
     ranks = meet()
     found = [run_setting(main, Setting("as asked"), raw, folder, steps, ranks)]
-    keys = json.loads(ranks.from_rank_0("keys", json.dumps(found[0].pop("keys", None))))
+    keys = json.loads(ranks.gather("keys", json.dumps(found[0].pop("keys", None)))[0])
     for setting in settings(keys) if keys else []:
         done = {"name": setting.name, "failure": setting.left_out, "is_left_out": True}
         found.append(done if setting.left_out else run_setting(main, setting, raw, folder, steps, ranks))
+        found[-1].pop("keys", None)
     if ranks.rank == 0:
         has_failed = any("failure" in run and not run["is_left_out"] for run in found)
         shutil.rmtree(folder / "run" if has_failed else folder, ignore_errors=True)
         logs = [f"what the runs printed: {folder}"] if has_failed else []
         print("\n".join([*table(found, steps), *logs]), flush=True)
         (folder.parent / "compare.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    ranks.gather("end", "")  # rank 0 may hold the store
+    ranks.leave()
+    sys.exit(0 if keys else 1)
 
 
 def meet() -> Ranks:
@@ -144,14 +148,14 @@ def run_setting(
     """Start one process per rank, measure `steps` steps after the warm-up on rank 0, and end the processes."""
     name, output, failure = setting.name, folder / "run", ""
     log = folder / f"{name.replace(' ', '_')}-{ranks.rank}.log"
-    folder.mkdir(parents=True, exist_ok=True)
     config = folder / "changed.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     if ranks.rank == 0:
         shutil.rmtree(output, ignore_errors=True)
         config.write_text(yaml.safe_dump(changed_yaml(raw, setting.changes)), encoding="utf-8")
-    port = int(ranks.from_rank_0(f"{name}/port", str(port)))
+    port = int(ranks.gather(f"{name}/port", str(port))[0])
     argv = [*sys.argv, *OVERRIDES.split(), "--output_dir", str(output), "--accelerate_config", str(config)]
     # A fork is ready at once. Where there is a device, its driver may have been asked for, which no fork survives.
     method = "spawn" if torch.accelerator.is_available() else "fork"
@@ -159,11 +163,11 @@ def run_setting(
     process.start()
     while not ranks.is_raised(f"{name}/done", f"{name}/failed"):
         process.join(POLL_S)
-        if process.exitcode is not None:
-            ranks.raise_flag(f"{name}/failed")
-        elif ranks.rank == 0 and len(logged_steps(output)) >= WARM_UP_STEPS + steps:
+        if ranks.rank == 0 and len(logged_steps(output)) >= WARM_UP_STEPS + steps:
             ranks.raise_flag(f"{name}/done")
-    if ranks.is_raised(f"{name}/failed"):
+        elif process.exitcode is not None:
+            ranks.raise_flag(f"{name}/failed")
+    if not ranks.is_raised(f"{name}/done"):  # after it, ranks only lose the others, whose processes were ended
         process.join(GRACE_S)
         failure = last_words(log, process.exitcode) if process.exitcode is not None else ""
     peak_gib = peak_host_gib(process.pid)
@@ -177,8 +181,8 @@ def run_setting(
 
 def run_script(main: Callable[[], None], argv: list[str], port: int, log: str) -> None:
     """Be one rank of a run by itself: the launcher's environment with a port of its own, output into a file."""
-    if sys.platform == "linux":  # end with the rank that started it, however that ends
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: end with the rank that started it, however that ends
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -202,13 +206,11 @@ def measured(setting: Setting, rows: list[dict[str, Any]], output: Path, peak_ho
     if unchanged:
         failure = f"{unchanged[0]} is set on the launcher's command line; leave it out there"
         return {"name": setting.name, "failure": failure, "is_left_out": True}
-    seconds = sum(row["step_time_s"] for row in rows)
-    tokens = sum(row["tokens_per_second_per_gpu"] * row["step_time_s"] for row in rows)
     peaks = [row["peak_mem_gib"] for row in rows if "peak_mem_gib" in row]
     return {
         "name": setting.name,
-        "steps": len(rows),
-        "tokens_per_second_per_rank": tokens / seconds,
+        "changes": setting.changes,
+        "tokens_per_second_per_rank": [row["tokens_per_second_per_gpu"] for row in rows],
         "memory_gib": max(peaks) if peaks else peak_host,
         "keys": keys,
     }
@@ -232,20 +234,20 @@ def first_cause(failures: list[str]) -> str:
 
 
 def table(found: list[dict[str, Any]], steps: int) -> list[str]:
-    """The comparison for the screen."""
-    lines = [f"the same {steps} steps each, after {WARM_UP_STEPS} to warm up; peak memory of rank 0"]
-    lines.append(f"{'setting':<32}{'tokens/s per rank':>18}{'ratio':>8}{'memory GiB':>12}{'ratio':>8}")
-    base = found[0]
+    """The comparison for the screen. A ratio is the median over steps, each against the same rows in the run as asked;
+    how far apart those are tells what is noise."""
+    lines = [f"the same {steps} step(s) each, after {WARM_UP_STEPS} to warm up; ratios to the run as asked"]
+    lines.append(f"{'setting':<32}{'tokens/s per rank':>18}  {'ratio (of steps)':<24}{'peak GiB':>9}{'ratio':>7}")
     for run in found:
         if "failure" in run:
             lines.append(f"{run['name']:<32}{'not measured: ' if run['is_left_out'] else ''}{run['failure']}")
             continue
-        speed, memory = run["tokens_per_second_per_rank"], run["memory_gib"]
-        ratio, both = speed / base["tokens_per_second_per_rank"], memory and base["memory_gib"]
-        lines.append(
-            f"{run['name']:<32}{speed:>18,.0f}{ratio:>8.2f}"
-            + (f"{memory:>12.3f}{memory / base['memory_gib']:>8.2f}" if both else f"{'?':>12}{'?':>8}")
-        )
+        speeds, memory = run["tokens_per_second_per_rank"], run["memory_gib"]
+        ratios = [speed / asked for speed, asked in zip(speeds, found[0]["tokens_per_second_per_rank"])]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        asked = found[0]["memory_gib"]
+        peak = f"{memory:>9.3f}{memory / asked:>7.2f}" if memory and asked else f"{'?':>9}{'?':>7}"
+        lines.append(f"{run['name']:<32}{statistics.median(speeds):>18,.0f}  {ratio:<24}{peak}")
     return lines
 
 

@@ -13,14 +13,8 @@ STEP, DATA, CLIP, OPTIMIZER = "ProfilerStep", "recipe: data", "recipe: clip", "O
 NOT_COUNTED = ("recipe: evaluate", "recipe: save", "recipe: memory")  # between two steps, and no part of either
 COLLECTIVES = ("nccl", "rccl", "xccl", "gloo:", "mpi:")  # a device's kernels, and gloo's work on its own thread
 COPIES = ("Memcpy", "Memset")
-NO_WORK = (
-    "c10d::",
-    "_c10d_functional::",
-    "autograd::",
-    "torch::autograd::",
-    "profiler::",
-    *COLLECTIVES,
-)  # operators that hold others
+# Operators that hold others, or wait for a collective.
+NO_WORK = ("c10d::", "_c10d_functional::", "autograd::", "torch::autograd::", "profiler::", *COLLECTIVES)
 COMPILED = ("Torch-Compiled Region", "CompiledFunctionBackward")
 SHARES = ("computation", "exposed communication", "data wait", "optimizer", "copies", "host")
 
@@ -242,7 +236,7 @@ def profile_lines(profile: dict[str, Any]) -> list[str]:
     flops, use = profile["model_flops_per_second_per_rank"], profile["model_flop_utilisation"]
     speed = f"{profile['tokens_per_second']:,.0f} tokens/s, {profile['padding_share']:.1%} of them padding"
     return [
-        f"profile: {profile['steps']} steps of {profile['step_time_s']:.3f} s (the profiler slows them) on "
+        f"profile: {profile['steps']} step(s) of {profile['step_time_s']:.3f} s (the profiler slows them) on "
         f"{profile['ranks']} rank(s)",
         " | ".join(shares),
         f"{speed} | {flops / 1e12:.3g} model TFLOP/s per rank"
