@@ -31,6 +31,8 @@ def check_arguments(arguments: Any) -> list[str]:
         "save_steps": 0,
         "dataloader_num_workers": 0,
         "hang_timeout": 0,
+        "profile": 0,
+        "profile_compare": 0,
     }
     for name, least in at_least.items():
         value = getattr(arguments, name)

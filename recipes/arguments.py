@@ -107,6 +107,10 @@ class FinetuneArguments:
     )
     max_new_tokens: int = field(default=64, metadata={"help": "Longest answer under predict_with_generate."})
     logging_steps: int = 10
+    profile: int = field(default=0, metadata={"help": "Record so many steps: where their time goes, what to try."})
+    profile_compare: int = field(
+        default=0, metadata={"help": "Run so many steps as asked, without recompute and in coarser units, and exit."}
+    )
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata={"help": "Trackers, or none."})
     save_steps: int = field(default=0, metadata={"help": "Checkpoint every so many steps (0: none)."})
     save_total_limit: int | None = field(default=None, metadata={"help": "Checkpoints to keep."})

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from run_folder import FORMAT, MANIFEST, best_checkpoint, complete_checkpoints, sha256
 from torch import nn
+from torch.profiler import record_function
 from training_state import random_state, training_tensors
 
 START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
@@ -57,6 +58,7 @@ class CheckpointWriter:
         self.thread, self.outcome = None, ""
         self.agree(self.prune)  # what a kill left behind
 
+    @record_function("recipe: save")
     def save(self, state: dict[str, Any]) -> str:
         """Write a checkpoint, or start to; returns a line that says so.
 

@@ -8,10 +8,12 @@ from accelerate import Accelerator
 from hook_wrap import reshard_all
 from losses import num_label_tokens
 from torch import nn
+from torch.profiler import record_function
 
 
 @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled once more, for shapes seen once
 @torch.no_grad()
+@record_function("recipe: evaluate")
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,

@@ -12,7 +12,6 @@ To copy it, take a YAML and the files that the README names under "Copying a rec
 """
 
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -57,6 +56,8 @@ from optimizer import make_optimizer, make_scheduler, prepare
 from packing import pack_rows
 from plan_report import dry_run, plan_beside
 from prepare_data import prepare_data
+from profile_compare import compare_settings
+from profiler import StepProfiler
 from replay import replay
 from resume import compare_runs, load_best, resume, run_facts
 from run_folder import best_checkpoint, checked_manifest, find_checkpoint, hold_folder
@@ -206,18 +207,16 @@ def train(
     """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
     device, world_size = accelerator.device, accelerator.num_processes
     meter, watch = StepMeter(), LossWatch(hook_config)
+    profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log, meter)
     guard = NonFiniteSteps(accelerator, model, arguments, hook_config, log.say)
     step, is_stopping = state["step"], False
     while step < log.total_steps and not is_stopping:
-        fetch_started = time.perf_counter()
-        micro_batches, position, rows = next(steps)
-        meter.data_s += time.perf_counter() - fetch_started
+        with meter.reading():
+            micro_batches, position, rows = next(steps)
 
         # The loss is a mean over the label tokens of the whole step, so count them over all ranks first.
-        counts = [
-            sum(num_label_tokens(b["labels"]) for b in micro_batches),
-            sum(b["labels"].numel() for b in micro_batches),
-        ]
+        labels = [batch["labels"] for batch in micro_batches]
+        counts = [sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))]
         label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
         whole_step = partial(forward_backward, accelerator, model, label_tokens, hook_config)
         loss_sum = guard.run(whole_step, micro_batches)
@@ -258,6 +257,7 @@ def train(
                 saved = writer.save(state)
             log.say(f"step {step}/{log.total_steps} | {saved}")
             meter.reset()
+        profiler.step(micro_batches, is_last or is_stopping)
     return not is_stopping or step == log.total_steps
 
 
@@ -281,4 +281,4 @@ def forward_backward(
 
 
 if __name__ == "__main__":
-    main()
+    compare_settings(main, FinetuneArguments, SAMPLE_DIR) or main()

@@ -14,7 +14,6 @@ To copy it, take a YAML and the files that the README names under "Copying a rec
 """
 
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -60,6 +59,8 @@ from optimizer import make_optimizer, make_scheduler, prepare
 from packing import pack_rows
 from plan_report import dry_run, plan_beside
 from prepare_data import prepare_data
+from profile_compare import compare_settings
+from profiler import StepProfiler
 from replay import replay
 from resume import compare_runs, load_best, resume, run_facts
 from run_folder import best_checkpoint, checked_manifest, find_checkpoint, hold_folder
@@ -213,6 +214,7 @@ def train(
     """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
     device, world_size = accelerator.device, accelerator.num_processes
     meter, watch = StepMeter(), LossWatch(hook_config)
+    profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log, meter)
     guard = NonFiniteSteps(accelerator, model, arguments, hook_config, log.say)
     step, is_stopping = state["step"], False
     upcoming = fetch_ahead(steps, device)
@@ -225,10 +227,8 @@ def train(
         sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))]))
 
         # The device is still at work: read the next step's rows and send them.
-        fetch_started = time.perf_counter()
-        if step + 1 < log.total_steps:
-            upcoming = fetch_ahead(steps, device)
-        meter.data_s += time.perf_counter() - fetch_started
+        with meter.reading():
+            upcoming = fetch_ahead(steps, device) if step + 1 < log.total_steps else upcoming
 
         grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)  # here the CPU waits for the device
         (loss_sum, signalled), (label_tokens, tokens) = sums.tolist(), counts.tolist()
@@ -266,6 +266,7 @@ def train(
                 saved = writer.save(state)
             log.say(f"step {step}/{log.total_steps} | {saved}")
             meter.reset()
+        profiler.step(micro_batches, is_last or is_stopping)
     return not is_stopping or step == log.total_steps
 
 
@@ -288,4 +289,4 @@ def forward_backward(
 
 
 if __name__ == "__main__":
-    main()
+    compare_settings(main, PerformanceArguments, SAMPLE_DIR) or main()

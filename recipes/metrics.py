@@ -1,9 +1,11 @@
 """What is measured per step, and where it is written: the log line, metrics.jsonl, the trackers."""
 
+import contextlib
 import gc
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from accelerate import Accelerator
 from run_files import read_metrics, write_whole
 from run_record import RunRecord, run_facts
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 from tqdm import tqdm
 
 GIB = 2**30
@@ -30,6 +33,14 @@ class StepMeter:
         self.started, self.data_s = time.perf_counter(), 0.0
         self.steps = self.tokens = self.label_tokens = 0
         self.loss_sum = 0.0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Time a block that reads rows, and mark it for a profile."""
+        started = time.perf_counter()
+        with record_function("recipe: data"):
+            yield
+        self.data_s += time.perf_counter() - started
 
     def add_step(self, loss_sum: float, tokens: int, label_tokens: int) -> None:
         """Add one optimizer step: sums over all ranks; one that was skipped has neither a loss nor label tokens."""
@@ -50,6 +61,7 @@ class StepMeter:
         }
 
 
+@record_function("recipe: memory")
 def memory(device: torch.device) -> dict[str, float]:
     """Of this rank: on a GPU peak reserved and allocated memory since the last call, and how often so far the allocator
     had to free its cache and try again; on a CPU bytes of live tensors, and of the process, now (named so)."""

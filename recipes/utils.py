@@ -10,6 +10,7 @@ from hook_config import HookConfig
 from model_structure import is_norm, kept_in_fp32
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import record_function
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -73,6 +74,7 @@ def cast_buffers(model: nn.Module, config: HookConfig) -> None:
                 setattr(module, name, buffer.to(DTYPES[config.hook_buffer_dtype]))
 
 
+@record_function("recipe: clip")
 def clip_grad_norm(accelerator: Accelerator, model: nn.Module, max_norm: float) -> float:
     """Clip all gradients by their global L2 norm over ranks and return the norm before clipping, the same on all ranks.
 

@@ -249,7 +249,7 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     batches = batches_of(rank, case.accumulation, tokens)
     steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
     # One evaluation in the middle, which must change nothing, and one at the end.
-    names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0, "seed": SEED}
+    names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0, "seed": SEED, "profile": 0}
     held_out, log = held_out_of(rank, tokens), RecordingLog()
     names |= {"on_non_finite": "stop", "output_dir": "", "max_grad_norm": arithmetic.max_grad_norm}
     torch.manual_seed(SEED + rank)

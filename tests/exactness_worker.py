@@ -283,7 +283,7 @@ def sharded_run(
     rank, world_size = accelerator.process_index, accelerator.num_processes
     steps = iter([(b, {"epoch": 0, "rows_seen": 0}, []) for b in make_batches(cell, rank, world_size)])
     names = {"max_grad_norm": MAX_GRAD_NORM, "logging_steps": 1, "eval_steps": 0, "save_steps": 0}
-    names |= {"per_device_train_batch_size": ROWS, "seed": 0, "on_non_finite": "stop", "output_dir": ""}
+    names |= {"per_device_train_batch_size": ROWS, "seed": 0, "on_non_finite": "stop", "output_dir": "", "profile": 0}
     log = RecordingLog()
     before_training(model, optimizer)
     torch.manual_seed(7 + rank)
