@@ -212,7 +212,6 @@ def train(
     """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
     device, world_size = accelerator.device, accelerator.num_processes
     meter, watch = StepMeter(), LossWatch(hook_config)
-    profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log, meter)
     guard = NonFiniteSteps(accelerator, model, arguments, hook_config, log.say)
     smaller = SmallerMicroBatches(accelerator, model, arguments.per_device_train_batch_size, log.say)
     profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log, meter)
