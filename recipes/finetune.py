@@ -163,13 +163,13 @@ def main() -> None:
     steps = training_steps(data.train, *share, arguments.dataloader_num_workers, arguments.group_by_length, **position)
     if data.stream is not None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
-    if test_batches and checkpoint is None:
-        log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
     parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
     plan_beside(accelerator, arguments, hook_config, Path(__file__).name)
     watch_for_hangs(accelerator, arguments)
     with explained_failures(accelerator, model, optimizer, arguments, hook_config, Path(__file__).name):
+        if test_batches and checkpoint is None:
+            log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
         is_finished = train(*parts, note_stop_signals(), arguments, hook_config)
     with stop_together():
         log.say(writer.wait())

@@ -42,7 +42,7 @@ def faulty(steps, fault):
 
 def greedy(module, hidden):
     """A forward that asks for more than there is."""
-    return hidden + torch.empty(2**45, dtype=torch.uint8)[0]
+    return hidden + torch.empty(2**45, dtype=torch.uint8, device=hidden.device)[0]
 
 
 if __name__ == "__main__":
