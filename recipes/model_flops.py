@@ -48,7 +48,8 @@ def count_flops(
     batch: dict[str, torch.Tensor],
     device: torch.device,
 ) -> tuple[float, float]:
-    """Return (a, b): training a row of T tokens costs a T + b T^2 FLOPs. Every rank must call it.
+    """Return (a, b): training a row of T tokens costs a T + b T^2 FLOPs, exactly at this batch's length and close to it
+    for shorter rows, whatever the loss does with a row's last token. Every rank must call it.
 
     Runs two forwards of one row, whole and half, and no backward. Gradients, random state and mode are left as they
     were, so call it between two steps. `micro_batch_loss` is the one trained on.

@@ -91,7 +91,8 @@ class StepProfiler:
             )
         if num_recorded <= 0:
             return
-        per_token, squared = count_flops(self.model, self.micro_batch_loss, self.recorded[-1], self.accelerator.device)
+        longest = max(self.recorded, key=lambda batch: batch["labels"].shape[1])
+        per_token, squared = count_flops(self.model, self.micro_batch_loss, longest, self.accelerator.device)
         shapes = [batch["labels"].shape for batch in self.recorded]
         found: dict[str, Any] = {
             "measured": measure(spans_of(self.profile.events())),

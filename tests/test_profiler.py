@@ -3,10 +3,12 @@
 import gzip
 import json
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from arguments import FinetuneArguments, parse_arguments
 from batches import collate
 from chunked_loss import compute_loss_in_chunks
@@ -35,6 +37,9 @@ from profile_report import (
 )
 from profiler import StepProfiler, padding_tokens
 from tiny_models import tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 SAMPLE = RECIPES / "sample"
 CPU = torch.device("cpu")
@@ -319,6 +324,21 @@ def test_model_flops_of_eager_attention_and_of_a_loss_in_chunks_are_the_same():
     assert row_flops(model, chunked_micro_batch_loss, batch, CPU) == llama_flops(24) - 3 * 2 * 32 * 96
 
 
+def test_counting_leaves_no_gathered_parameters_behind():
+    """The root is not resharded after forward: a clip or a step would see plain copies."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_llama().train()
+        model.config.use_cache = False
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        ids = torch.randint(1, 96, (1, 24))
+        per_token, squared = count_flops(model, micro_batch_loss, {"input_ids": ids, "labels": ids}, CPU)
+        assert per_token * 24 + squared * 24**2 == pytest.approx(llama_flops(24))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def arguments_for(folder, *more):
     named = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", SAMPLE / "data" / "train.jsonl"]
     named += ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--logging_steps", 1]
@@ -382,12 +402,18 @@ def test_run_that_ends_early_reports_what_there_was(tmp_path):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_run_of_the_warm_up_alone_says_that_nothing_was_recorded(steps):
     said = []
-    log, meter = SimpleNamespace(say=said.append), SimpleNamespace(started=0.0)
+
+    def say(text):
+        time.sleep(0.05)
+        said.append(text)
+
+    log, meter = SimpleNamespace(say=say), SimpleNamespace(started=0.0)
     accelerator, arguments = SimpleNamespace(device=CPU, is_main_process=True), SimpleNamespace(profile=4)
     profiler = StepProfiler(accelerator, None, None, arguments, log, meter)
     for step in range(1, steps + 1):
         profiler.step([], step == steps)
     assert said == [f"--profile 4: the run ended after {steps} steps, 2 of them to warm up; 0 recorded"]
+    assert meter.started >= 0.05  # the log line's step time does not hold what this took
 
 
 def test_settings_change_one_thing_each_where_there_is_something_to_change():
