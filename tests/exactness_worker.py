@@ -620,6 +620,11 @@ def run_chunked(base: HookConfig, accelerator: Accelerator) -> dict:
             found["cells"][cell.name] = compare(sharded_run(cell, base, accelerator, chunk_tokens=5), expected)
         plain, chunked = (wrap(Cell(wrap_name, dtype="bf16"), base, accelerator, chunk) for chunk in (0, 5))
         found["collectives"][wrap_name] = [collectives_of(plain), collectives_of(chunked, is_chunked=True)]
+    dials = (*offloads, ("hook_norm_dtype", "fp32"), ("fsdp_activation_checkpointing_offload", True))
+    cell = Cell("embeddings", "every", "bf16", "lora", 3, extra=dials)
+    expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
+    with mock.patch.object(OffloadedAdamW, "slice_bytes", 10_000):
+        found["cells"]["all dials"] = compare(sharded_run(cell, base, accelerator, chunk_tokens=5), expected)
     return found
 
 
