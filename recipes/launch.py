@@ -87,7 +87,7 @@ def stop_together() -> Iterator[None]:
     if dist.get_rank() == 0:
         for message in told:
             print(f"\nError: {message}\n", file=sys.stderr, flush=True)
-    tell_launcher("\n".join(told))
+        tell_launcher("\n".join(told))
     sys.last_value = SystemExit("\n".join(told))  # where Python keeps an error that nobody caught: for run_record.py
     dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
     sys.exit(1)

