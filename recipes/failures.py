@@ -48,7 +48,8 @@ def explained_failures(
     except Exception as error:
         rank, step = accelerator.process_index, step_of(error)
         if any(words in str(error) for words in PEER_IS_GONE):
-            sys.last_value = SystemExit(what_failed(arguments.output_dir))
+            lost = f"rank {rank}, step {step}: another rank ended ({type(error).__name__}: {error})"
+            sys.last_value = SystemExit(what_failed(arguments.output_dir) or lost)
             sys.exit(1)  # another rank has failed, and says why
         where, say = place_of(error, model), partial(print, file=sys.stderr, flush=True)
         path = Path(arguments.output_dir, f"out_of_memory-rank-{rank}.json")
@@ -70,13 +71,13 @@ def failure_file(output_dir: str, rank: int | str) -> Path:
 
 
 def what_failed(output_dir: str) -> str:
-    """The message that the rank which failed has left, soon after its connections closed."""
+    """The message that the rank which failed has left, soon after its connections closed; "" if it left none."""
     for _ in range(10):
         time.sleep(0.2)
         fresh = [f for f in Path(output_dir).glob(failure_file("", "*").name) if time.time() - f.stat().st_mtime < 60]
         if fresh:
             return fresh[0].read_text(encoding="utf-8")
-    return "another rank ended; see what the run printed"
+    return ""
 
 
 def step_of(error: BaseException) -> int:

@@ -12,7 +12,7 @@ from arguments import PerformanceArguments, parse_arguments
 from batches import fetch_ahead
 from block_kernels import check_kernels, use_kernels
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES
+from launching import CONFIGS, RECIPES, quarter_of_sample
 from shrink import build_tiny_model
 from test_exactness import check_cell, launch_worker
 from tiny_models import tiny_llama
@@ -50,7 +50,7 @@ def test_diff_to_finetune_is_the_scenario():
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
-    arguments += ["--dataset_name", sample / "data", "--output_dir", tmp_path, "--max_steps", 80]
+    arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--output_dir", tmp_path, "--max_steps", 80]
     config = CONFIGS / "performance.yaml"
     done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance", timeout_s=180)
     assert not any(done.codes), done.output[-3000:]

@@ -45,7 +45,7 @@ TOLERANCE, GLOO_TOLERANCE = 5e-3, 1e-2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("planned")
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 2048}
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4096}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
     LlamaConfig(**sizes, **heads, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(path)
     return path
@@ -113,7 +113,7 @@ def test_live_bytes_are_those_of_two_real_processes(folder):
 
 
 def test_parts_add_up_to_the_peak_and_state_is_what_arithmetic_says(truths):
-    parameters = 3 * (256 * (256 + 128 * 2 + 256) + 3 * 256 * 704 + 2 * 256) + 2 * 2048 * 256 + 256
+    parameters = 3 * (256 * (256 + 128 * 2 + 256) + 3 * 256 * 704 + 2 * 256) + 2 * 4096 * 256 + 256
     for name, one in truths.items():
         assert sum(one["parts"].values()) == one["peak"], name
     one = truths["1 block, recompute all, fp32, full, plain"]
@@ -133,7 +133,7 @@ def test_collectives_and_operations_are_those_of_the_layout(truths):
     assert one["counts"]["reduce-scatter calls"] == 4
     assert one["counts"]["reduce-scatter bytes"] == 4 * one["parameters"]
     assert truths["2 blocks, recompute all, fp32, full, chunks"]["counts"]["all-gather calls"] == 5
-    rows, blocks, head = 2 * 128, 2 * (256 * 768 + 3 * 256 * 704) * 3, 2 * 256 * 2048
+    rows, blocks, head = 2 * 128, 2 * (256 * 768 + 3 * 256 * 704) * 3, 2 * 256 * 4096
     attention = 3 * (2 * 2 * 8 * 128 * 128 * 32 * 2) // 2  # layers x (two products, causal) of 2 rows and 8 heads
     assert one["counts"]["forward flops"] == rows * (blocks + head) + attention
     assert one["counts"]["backward flops"] == 2 * rows * (blocks + head) + int(2.5 * attention)
