@@ -70,12 +70,11 @@ def layouts(folder):
             name = f"{wrap}, recompute {recompute}, {dtype}, {training}, {loss}"
             lora = {"use_peft": training == "LoRA", "lora_r": 8}
             found[name] = request_of(folder, script, keys=keys, **lora)
-    found["norms in fp32"] = request_of(folder, keys={"hook_norm_dtype": "fp32"})
-    found["selective"] = request_of(folder, keys={"hook_checkpoint_mode": "selective"})
+    norms = {"hook_norm_dtype": "fp32", "fsdp_reshard_after_forward": False}
+    found["norms in fp32, not resharded"] = request_of(folder, keys=norms)
     found["reduced once a step"] = request_of(folder, config="performance.yaml", gradient_accumulation_steps=2, ranks=4)
     found["reduced each time"] = request_of(folder, config="mem_limit.yaml", gradient_accumulation_steps=2, ranks=3)
-    found["not resharded"] = request_of(folder, keys={"fsdp_reshard_after_forward": False})
-    found["padded"] = request_of(folder, padded=True)
+    found["selective, padded"] = request_of(folder, keys={"hook_checkpoint_mode": "selective"}, padded=True)
     found["packed"] = request_of(folder, packing=True)
     return found
 
@@ -105,10 +104,10 @@ def test_live_bytes_are_those_of_real_tensors(truths):
 
 
 def test_live_bytes_are_those_of_two_real_processes(folder):
-    chosen = [name for name, one in layouts(folder).items() if one.num_processes == 2][::4]
+    chosen = [name for name, one in layouts(folder).items() if one.num_processes == 2][::6]
     found = worker(folder, "gloo", {name: layouts(folder)[name] for name in chosen})
     errors = {name: one["peak_with_host"] / one["true"] - 1 for name, one in found.items()}
-    assert len(errors) >= 7
+    assert len(errors) >= 5
     assert {name: error for name, error in errors.items() if abs(error) > GLOO_TOLERANCE} == {}
 
 
