@@ -226,18 +226,14 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 def evaluate(script: Any, model: nn.Module, arguments: FinetuneArguments, is_padded: bool, trace: MemoryTrace) -> None:
     """A batch of evaluation.evaluate."""
-    batch = make_batch(model, dataclasses.replace(arguments, packing=False), is_padded, batch_size=evaluated(arguments))
+    rows, plain = arguments.per_device_eval_batch_size, dataclasses.replace(arguments, packing=False)
+    batch = make_batch(model, plain, is_padded, batch_size=rows)
     trace.mark("evaluation")
     with torch.no_grad():
         model.eval()
         script.micro_batch_loss(model, batch, 1, 1)
         reshard_all(model)
         model.train()
-
-
-def evaluated(arguments: FinetuneArguments) -> int:
-    """Rows of an evaluation batch."""
-    return arguments.per_device_eval_batch_size
 
 
 if __name__ == "__main__":
