@@ -20,8 +20,8 @@ finetune: $(VENV)/recipes.done
 		recipes/finetune.py $(ARGS)
 
 test: $(VENV)/tests.done
-	@# two test files at a time: much of a launch is one process importing libraries
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile $(ARGS)
+	@# three test files at a time: much of a launch is one process importing libraries, or ranks that wait
+	$(BIN)/python -m pytest tests -n 3 --dist loadfile $(ARGS)
 
 sweep: $(VENV)/tests.done
 	$(BIN)/python tests/sweep.py $(ARGS)
