@@ -98,3 +98,15 @@ def notes_on(arguments: Any, is_padded: bool, traced: int) -> list[str]:
     if arguments.gradient_accumulation_steps > traced:
         notes.append(f"{traced} of {arguments.gradient_accumulation_steps} micro-batches were run")
     return notes
+
+
+def use_experts_that_can_be_faked(model: Any, compute_dtype: str) -> list[str]:
+    """In fp32 a mixture's default kernel does not run on fake tensors; another one does, and needs other memory.
+
+    Returns the note that says so.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if compute_dtype != "fp32" or base.config.get_text_config()._experts_implementation != "grouped_mm":
+        return []
+    base.set_experts_implementation("batched_mm")
+    return ["experts counted with experts_implementation batched_mm, which holds other tensors than grouped_mm"]

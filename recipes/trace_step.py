@@ -24,7 +24,14 @@ import torch
 import torch.distributed as dist
 from allocator_replay import reserved_bytes
 from arguments import KINDS, FinetuneArguments
-from as_on_gpu import notes_on, offloading_seen, on_a_gpu, reads_documents, stand_in
+from as_on_gpu import (
+    notes_on,
+    offloading_seen,
+    on_a_gpu,
+    reads_documents,
+    stand_in,
+    use_experts_that_can_be_faked,
+)
 from chunked_loss import compute_loss_in_chunks
 from hook_activation_checkpointing import apply_activation_checkpointing, plan_activation_checkpointing
 from hook_config import HookConfig
@@ -87,7 +94,7 @@ def run_step(request: Request) -> PlannedStep:
             parameters=it.parameters,
             trainable=sum(p.numel() for p in it.model.parameters() if p.requires_grad),
             state=state,
-            notes=notes,
+            notes=notes + it.notes,
             seconds=time.perf_counter() - started,
         )
 
@@ -102,6 +109,7 @@ class Ready:
     run: Callable[[MemoryTrace | None], Counter[str]]  # a step; the trace's counts after its first micro-batch
     evaluate: Callable[[MemoryTrace], None]
     parameters: int
+    notes: list[str]
 
 
 @contextlib.contextmanager
@@ -127,6 +135,7 @@ def ready(request: Request) -> Iterator[Ready]:
     with mode, on_a_gpu(has_mask=request.is_padded or reads_documents(arguments)):
         if request.is_fake:
             leave_meta(model)
+        notes = use_experts_that_can_be_faked(model, config.hook_param_dtype)
         model = build(model, arguments, config, mesh, is_chunked=name == "finetune_mem_limit")
         offloads = config.hook_offload_optimizer and not config.fsdp_offload_params
         optimizer = make_optimizer(model, 1e-5, 0.01, (0.9, 0.999), 1e-8, config.mixed_precision == "fp16", offloads)
@@ -137,7 +146,7 @@ def ready(request: Request) -> Iterator[Ready]:
         run = partial(step, script, accelerator, model, optimizer, config, arguments.max_grad_norm)
         run(batches[:1], None)
         test = partial(evaluate, script, model, arguments, request.is_padded)
-        yield Ready(model, optimizer, batches, partial(run, batches), test, size)
+        yield Ready(model, optimizer, batches, partial(run, batches), test, size, notes)
 
 
 def arguments_of(request: Request) -> FinetuneArguments:
