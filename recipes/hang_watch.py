@@ -40,8 +40,11 @@ def watch_for_hangs(accelerator: Accelerator, arguments: Any) -> None:
             time.sleep(min(CHECK_S, timeout_s / 4))
             found = where(main_thread)
             began = began or bool(found)
-            if began and not found:
-                return  # the loop is over
+            if began and not found:  # the loop is over
+                with contextlib.suppress(OSError):
+                    (folder / f"rank-{rank}.json").unlink()
+                    folder.rmdir()  # the last rank's
+                return
             if found and found != {name: last.get(name) for name in found}:
                 last = {**found, "since": time.time()}
             with contextlib.suppress(OSError):  # a full disk does not end the run
@@ -77,7 +80,10 @@ def note(folder: Path, rank: int, values: dict[str, Any]) -> None:
 
 def end_if_apart(folder: Path, rank: int, ranks: int, timeout_s: float, thread: int) -> None:
     """Print where every rank is, those apart from the others first, and end this process; or let a slow one go on."""
-    notes = [json.loads((folder / f"rank-{other}.json").read_text(encoding="utf-8")) for other in range(ranks)]
+    try:
+        notes = [json.loads((folder / f"rank-{other}.json").read_text(encoding="utf-8")) for other in range(ranks)]
+    except (OSError, ValueError):  # one has left the loop, or its disk is full: nothing is known
+        return
     places, now = [one.get("at", "before the first step") for one in notes], time.time()
     are_silent = [now - one["noted"] > timeout_s / 2 for one in notes]  # stopped, or gone without a word
     has_moved = any(now - one.get("since", 0) < timeout_s for one, is_silent in zip(notes, are_silent) if not is_silent)
