@@ -63,7 +63,10 @@ class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, **_: Any) -> None:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            with SavedOnHost.trace.host() if SavedOnHost.trace is not None else contextlib.nullcontext():
+            if SavedOnHost.trace is None:
+                return tensor.clone()
+            SavedOnHost.trace.counts["host copied"] += tensor.nbytes
+            with SavedOnHost.trace.host():
                 return tensor.clone()
 
         super().__init__(pack, torch.clone)
@@ -92,7 +95,7 @@ def notes_on(arguments: Any, is_padded: bool, traced: int) -> list[str]:
     if getattr(arguments, "use_liger_kernel", False):
         notes.append("--use_liger_kernel: counted without; its kernels need less")
     if uses_flash(arguments):
-        notes.append("attention counted as flash attention: no mask of T x T")
+        notes.append("attention counted as flash attention (flash-attn must be installed): no mask of T x T")
     elif is_padded or arguments.packing:
         notes.append("attention counted with a mask of T x T, which padded or packed rows need without flash attention")
     if arguments.gradient_accumulation_steps > traced:

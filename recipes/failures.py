@@ -15,7 +15,7 @@ from launch import tell_launcher
 from memory_diagnosis import explain_out_of_memory
 from torch import nn
 
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+OF_A_PEER = ("gloo/transport", "NCCL", "DistBackendError", "remote process exited")  # how another rank's end shows here
 # Function names on the stack, innermost first, that say where in a step it happened.
 PLACES = (
     ("saving", ("save", "write_state")),
@@ -38,7 +38,8 @@ def explained_failures(
     hook_config: Any,
     script: str,
 ) -> Iterator[None]:
-    """Run the training loop. What fails on this rank is printed with rank, step and place, and ends it with status 1.
+    """Run a part of the script, as a decorator or in a `with`. What fails on this rank is printed with rank, step and
+    place, and ends it with status 1.
 
     Its exit makes the launcher end the others, which print nothing: they only lost a peer. The message is handed to the
     launcher as well, which repeats it in its own last lines.
@@ -46,12 +47,14 @@ def explained_failures(
     try:
         yield
     except Exception as error:
-        rank, step = accelerator.process_index, step_of(error)
-        if any(words in str(error) for words in PEER_IS_GONE):
-            lost = f"rank {rank}, step {step}: another rank ended ({type(error).__name__}: {error})"
-            sys.last_value = SystemExit(what_failed(arguments.output_dir) or lost)
-            sys.exit(1)  # another rank has failed, and says why
         where, say = place_of(error, model), partial(print, file=sys.stderr, flush=True)
+        rank, step = accelerator.process_index, step_of(error, where)
+        if accelerator.num_processes > 1 and any(words in f"{type(error)} {error}" for words in OF_A_PEER):
+            said = what_failed(arguments.output_dir)  # another rank has failed, and says why
+            lost = f"rank {rank}, step {step}, in {where}: another rank ended ({type(error).__name__}: {error})"
+            sys.last_value = SystemExit(said or lost)
+            say("" if said else f"\nError: {lost}\n", end="")
+            sys.exit(1)
         path = Path(arguments.output_dir, f"out_of_memory-rank-{rank}.json")
         run = arguments, hook_config, script, accelerator.num_processes
         lines = explain_out_of_memory(error, where, model, optimizer, run, path, say)
@@ -80,12 +83,12 @@ def what_failed(output_dir: str) -> str:
     return ""
 
 
-def step_of(error: BaseException) -> int:
-    """The optimizer step, from 1, in which the training loop was."""
-    locals_of = [
-        frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "train"
-    ]
-    return locals_of[-1].get("step", 0) + 1 if locals_of else 1
+def step_of(error: BaseException, where: str) -> int:
+    """The optimizer step, from 1, in which the training loop was; an evaluation or a save belongs to the one before."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loops = [frame.f_locals for frame in frames if frame.f_code.co_name == "train"]
+    done = loops[-1].get("step", 0) if loops else 0
+    return done if where.startswith(("evaluation", "saving")) else done + 1
 
 
 def place_of(error: BaseException, model: nn.Module) -> str:

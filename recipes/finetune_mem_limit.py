@@ -159,10 +159,13 @@ def main() -> None:
     log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
     lines = data.lines + start_lines(hook_config, arguments, accelerator, scheduler, total_steps)
     log.start(arguments, hook_config, lines)
+    plan_beside(accelerator, arguments, hook_config, Path(__file__).name)
+    watch_for_hangs(accelerator, arguments)
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
     test_batches = evaluation_batches(data.test, batch_size, rank, world_size, pad_token_id) if data.test else []
     options = data.prompts_hold_begin, batch_size, arguments.max_new_tokens
-    answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, data.prompts, *options)
+    explained = explained_failures(accelerator, model, optimizer, arguments, hook_config, Path(__file__).name)
+    answer_prompts = explained(partial(greedy_answers, accelerator, model, tokenizer, data.prompts, *options))
     before = answer_prompts() if data.prompts and checkpoint is None else []
     share = micro, accumulation, rank, world_size, arguments.seed, pad_token_id
     steps = training_steps(data.train, *share, arguments.dataloader_num_workers, arguments.group_by_length, **position)
@@ -170,12 +173,9 @@ def main() -> None:
         steps = stream_steps(Stream(*data.stream), *share, **position)
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
     parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
-    plan_beside(accelerator, arguments, hook_config, Path(__file__).name)
-    watch_for_hangs(accelerator, arguments)
-    with explained_failures(accelerator, model, optimizer, arguments, hook_config, Path(__file__).name):
-        if test_batches and checkpoint is None:
-            log.write(0, {"eval_loss": evaluate(accelerator, model, test_batches, micro_batch_loss)})
-        is_finished = train(*parts, note_stop_signals(), arguments, hook_config)
+    if test_batches and checkpoint is None:
+        log.write(0, {"eval_loss": explained(evaluate)(accelerator, model, test_batches, micro_batch_loss)})
+    is_finished = explained(train)(*parts, note_stop_signals(), arguments, hook_config)
     with stop_together():
         log.say(writer.wait())
     if not is_finished:

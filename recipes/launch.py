@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 from utils import check_device_dtype
+
+PATIENCE_S = 30.0  # for the other ranks, before a failed one speaks alone
 
 
 def device_count() -> int:
@@ -77,7 +80,12 @@ def stop_together() -> Iterator[None]:
         failure = traceback.format_exc()
     group = control_group()
     failures = [None] * dist.get_world_size()
+    late = threading.Timer(PATIENCE_S, print_late, (failure,))  # the others may wait for this rank somewhere else
+    late.daemon = True
+    if failure:
+        late.start()
     dist.all_gather_object(failures, failure, group=group)
+    late.cancel()
     if not any(failures):
         return
     told = []
@@ -91,6 +99,13 @@ def stop_together() -> Iterator[None]:
     sys.last_value = SystemExit("\n".join(told))  # where Python keeps an error that nobody caught: for run_record.py
     dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
     sys.exit(1)
+
+
+def print_late(failure: str) -> None:
+    """Say why a rank failed that cannot reach the others."""
+    message = f"rank {dist.get_rank()} has failed, and waits for the others: {failure}"
+    tell_launcher(message)
+    print(f"\nError: {message}\n", file=sys.stderr, flush=True)
 
 
 def tell_launcher(message: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 from arguments import KINDS, QuietParser, parse_arguments
 from hook_config import read_hook_config
@@ -54,7 +55,7 @@ class PlanOptions:
 def main() -> None:
     try:
         command(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"\nError: {error}\n")
 
 
@@ -64,10 +65,8 @@ def command(argv: list[str]) -> None:
     options, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if problems := check_options(options):
         raise ValueError("Arguments:\n- " + "\n- ".join(problems))
-    names_data = {"--dataset_name", "--config"} & set(rest) or "--model_name_or_path" not in rest
-    arguments = parse_arguments(
-        rest if names_data else [*rest, "--dataset_name", "none"], SAMPLE_DIR, KINDS[options.script]
-    )
+    rest = without_data(rest)
+    arguments = parse_arguments(rest, SAMPLE_DIR, KINDS[options.script])
     config = read_hook_config(arguments.accelerate_config)
     request = make_request(arguments, config, options.script, options.num_processes, options.equal_lengths)
     planner = make_planner(options)
@@ -76,14 +75,15 @@ def command(argv: list[str]) -> None:
     elif options.max:
         plans, last = search(request, options.max, planner)
     else:
-        plans, last = advised(request, planner, named(request, config))
+        plans, last = advised(request, planner, named(request, config), sys.stderr if options.json else sys.stdout)
     write_report(plans, Path(options.plan_dir))
     print(as_json(plans) if options.json else last)
 
 
 def without_data(words: list[str]) -> list[str]:
     """The script's command line, whose data set need not be named: its rows are taken to be full."""
-    is_named = {"--dataset_name", "--config"} & set(words) or "--model_name_or_path" not in words
+    names = {word.split("=")[0] for word in words}
+    is_named = {"--dataset_name", "--config"} & names or "--model_name_or_path" not in names
     return words if is_named else [*words, "--dataset_name", "none"]
 
 
@@ -119,7 +119,9 @@ def make_planner(options: PlanOptions) -> Callable[[Request, str], Plan | None]:
     return planner
 
 
-def advised(request: Request, planner: Callable[[Request, str], Plan | None], name: str) -> tuple[list[Plan], str]:
+def advised(
+    request: Request, planner: Callable[[Request, str], Plan | None], name: str, screen: TextIO
+) -> tuple[list[Plan], str]:
     """One plan and, where it does not fit, what to change."""
     plan = planner(request, name)
     if plan is None:
@@ -127,11 +129,10 @@ def advised(request: Request, planner: Callable[[Request, str], Plan | None], na
     lines = [text(plan), f"note: {ASSUMPTIONS}"]
     if plan.verdict not in ("tight", "does not fit"):
         return [plan], "\n".join(lines)
-    print("\n".join(lines), flush=True)
+    print("\n".join(lines), flush=True, file=screen)
     plans, advice = advise(request, plan, planner)
-    return [plan, *plans], "\n".join(
-        ["", *comparison([dataclasses.replace(plan, name="as planned"), *plans], "single change"), advice]
-    )
+    table = comparison([dataclasses.replace(plan, name="as planned"), *plans], "single change")
+    return [plan, *plans], "\n".join(["", *table, advice])
 
 
 def compare(
@@ -144,26 +145,23 @@ def compare(
         if not (folder / yaml).is_file():
             raise ValueError(f"--compare: no {yaml} beside {request.hook_config['path']}")
         words = [*rest, "--accelerate_config", str(folder / yaml)]
-        words += [] if "--dataset_name" in rest or "--model_name_or_path" not in rest else ["--dataset_name", "none"]
-        arguments = parse_arguments(words, SAMPLE_DIR, KINDS[script])
-        config = read_hook_config(str(folder / yaml))
-        one = make_request(
-            arguments, config, script, options.num_processes or request.num_processes, options.equal_lengths
-        )
+        arguments, config = parse_arguments(words, SAMPLE_DIR, KINDS[script]), read_hook_config(str(folder / yaml))
+        one = make_request(arguments, config, script, request.num_processes, options.equal_lengths)
         requests.append((one, f"{yaml} with {script}"))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         made = list(tqdm(pool.map(lambda pair: planner(*pair), requests), total=len(requests), desc="planning"))
     plans = [plan for plan in made if plan is not None]
     fitting = [plan for plan in plans if plan.verdict == "fits"]
-    lines = comparison(plans, "scenario (GiB of a rank)") if plans else []
+    if not plans:
+        sys.exit(1)  # each has said why
+    lines = comparison(plans, "scenario (GiB of a rank)")
     if fitting:
         lines.append(f"fastest that fits: {max(fitting, key=lambda plan: plan.tokens_per_second).name}")
-    elif plans and plans[0].capacity is not None:
-        smallest_one, least = min(
-            zip(requests, made), key=lambda pair: pair[1].comfortable if pair[1] else float("inf")
-        )
-        print("\n".join(lines), flush=True)
-        changed, advice = advise(smallest_one[0], least, planner)
+    elif plans[0].capacity is not None:
+        planned = [(one, plan) for (one, _), plan in zip(requests, made) if plan is not None]
+        smallest, least = min(planned, key=lambda pair: pair[1].comfortable)
+        print("\n".join(lines), flush=True, file=sys.stderr if options.json else sys.stdout)
+        changed, advice = advise(smallest, least, planner)
         lines = [f"none fits; from {least.name}:", *comparison([least, *changed], "single change"), advice]
         plans += changed
     return plans, "\n".join([*lines, f"note: {ASSUMPTIONS}"])

@@ -9,6 +9,7 @@ from typing import Any
 from planned_step import Request
 from planning import GIB, Plan, make_plan, make_request
 
+ANOTHER_JOB = ("--max_length", "--num_processes")  # change what is trained, or what it costs to hire
 AT_ONCE = 2  # plans made at the same time: each is a process of its own
 SMALLEST = {"per_device_train_batch_size": 1, "max_length": 128}  # steps in which --max searches
 # Which changes help first where it happened, in the order of the README's ladder (beginnings of plan_advice's names).
@@ -33,7 +34,12 @@ Planner = Callable[[Request, str], Plan | None]  # None: it cannot be planned
 
 
 def changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Every single change that would save memory and is not made yet, with its request."""
+    """Every single change that would save memory, is not made yet and is allowed, with its request."""
+    return ((name, changed) for name, changed in possible_changes(request) if changed.is_allowed())
+
+
+def possible_changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """The same, whether or not the YAML's other keys allow it."""
     config, arguments = request.hook_config, request.arguments
 
     def keys(**values: object) -> Request:
@@ -43,15 +49,18 @@ def changes(request: Request) -> Iterator[tuple[str, Request]]:
         return dataclasses.replace(request, arguments={**arguments, **values})
 
     recomputes = config["fsdp_activation_checkpointing"]
-    if not recomputes or config["hook_checkpoint_every_n_blocks"] > 1 or config["hook_checkpoint_mode"] != "full":
+    is_partial = config["hook_checkpoint_every_n_blocks"] > 1 or config["hook_checkpoint_function"]
+    if not recomputes or is_partial or config["hook_checkpoint_mode"] != "full":
         every = {"hook_checkpoint_every_n_blocks": 1, "hook_checkpoint_mode": "full", "hook_checkpoint_function": None}
         yield "recompute every block", keys(fsdp_activation_checkpointing=True, **every)
     wraps_blocks = config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" and not config["hook_wrap_function"]
-    per_block = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "hook_wrap_blocks_per_unit": 1}
-    if not wraps_blocks or config["hook_wrap_blocks_per_unit"] > 1:
-        yield "hook_wrap_blocks_per_unit: 1", keys(**per_block, hook_wrap_function=None)
-    if not config["hook_wrap_embeddings"]:
-        yield "hook_wrap_embeddings: true", keys(hook_wrap_embeddings=True, **({} if wraps_blocks else per_block))
+    if not wraps_blocks:
+        per_block = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "hook_wrap_blocks_per_unit": 1}
+        yield "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", keys(**per_block, hook_wrap_function=None)
+    elif config["hook_wrap_blocks_per_unit"] > 1:
+        yield "hook_wrap_blocks_per_unit: 1", keys(hook_wrap_blocks_per_unit=1)
+    if wraps_blocks and not config["hook_wrap_embeddings"]:
+        yield "hook_wrap_embeddings: true", keys(hook_wrap_embeddings=True)
     if not config["fsdp_reshard_after_forward"]:
         yield "fsdp_reshard_after_forward: true", keys(fsdp_reshard_after_forward=True)
     if config["hook_prefetch_units"] > 1:
@@ -62,8 +71,9 @@ def changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield "finetune_mem_limit.py (loss in chunks)", dataclasses.replace(request, script="finetune_mem_limit.py")
     rows, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
     if rows > 1:
-        half = {"per_device_train_batch_size": -(-rows // 2), "gradient_accumulation_steps": 2 * accumulation}
-        yield f"--per_device_train_batch_size {half['per_device_train_batch_size']}", with_arguments(**half)
+        parts = 2 if rows % 2 == 0 else rows  # the global batch stays
+        fewer = {"per_device_train_batch_size": rows // parts, "gradient_accumulation_steps": parts * accumulation}
+        yield f"--per_device_train_batch_size {rows // parts}", with_arguments(**fewer)
     if not config["hook_offload_optimizer"] and not config["fsdp_offload_params"]:
         yield "hook_offload_optimizer: true", keys(hook_offload_optimizer=True)
     if recomputes and not config["fsdp_activation_checkpointing_offload"]:
@@ -106,7 +116,7 @@ def advise(request: Request, plan: Plan, planner: Planner) -> tuple[list[Plan], 
     plans = [one for _, one in found]
     fitting = [one for one in plans if one.verdict == "fits"]
     if fitting:
-        best = max(fitting, key=lambda one: one.tokens_per_second)
+        best = max(fitting, key=lambda one: (not one.name.startswith(ANOTHER_JOB), one.tokens_per_second))
         return plans, f"cheapest single change that fits: {best.name} (saves {saving(plan, best):.2f} GiB)"
     together, names = request, []
     for (name, changed), one in sorted(found, key=lambda pair: pair[1].comfortable):
@@ -115,7 +125,7 @@ def advise(request: Request, plan: Plan, planner: Planner) -> tuple[list[Plan], 
         together, names = merged(request, together, changed), [*names, name]
         if len(names) == 1:
             continue
-        both = planner(together, " + ".join(names))
+        both = planner(together, " + ".join(names)) if together.is_allowed() else None
         if both is not None and both.verdict == "fits":
             return plans, f"no single change fits; together these do: {both.name} ({both.comfortable:.2f} GiB)"
     return plans, "no change here makes it fit: a smaller model, LoRA (--use_peft), or more or larger GPUs"
@@ -147,14 +157,22 @@ def next_knobs(place: str, arguments: Any, hook_config: Any, script: str, num_pr
 
 
 def largest(request: Request, name: str, planner: Planner) -> tuple[int, Plan | None]:
-    """The largest value of an argument that fits, and its plan; 0 where not even the smallest does."""
+    """The largest value of an argument that fits, to a 16th of it, and its plan; 0 where not even the smallest does.
+
+    Raises:
+        ValueError: a value cannot be planned.
+    """
     step = SMALLEST[name]
     fits: dict[int, Plan] = {}
 
     def does_fit(value: int) -> bool:
         changed = dataclasses.replace(request, arguments={**request.arguments, name: value})
         plan = planner(changed, f"--{name} {value}")
-        if plan is not None and plan.verdict == "fits":
+        if plan is None:
+            raise ValueError(
+                f"--{name} {value} cannot be planned, so the search for the largest ends without an answer"
+            )
+        if plan.verdict == "fits":
             fits[value] = plan
         return value in fits
 

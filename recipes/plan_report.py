@@ -27,8 +27,11 @@ def text(plan: Plan) -> str:
     if plan.capacity is not None:
         lines.append(f"{plan.capacity:.2f} GiB given: {verdict_line(plan)}")
     lines.append("peaks: " + ", ".join(f"{name} {gib(n)}" for name, n in step.phase_peaks.items()) + " GiB")
-    train_peak = step.peak
-    if step.phase_peaks.get("evaluation", 0) > train_peak:
+    if plan.capacity is not None and plan.evaluation > plan.capacity:
+        lines.append(
+            f"evaluation does NOT fit ({plan.evaluation:.2f} GiB, full rows): lower --per_device_eval_batch_size"
+        )
+    elif plan.evaluation > plan.needs:
         lines.append("evaluation needs more than training: lower --per_device_eval_batch_size")
     if plan.host:
         needed = ", ".join(f"{name} {size:.2f}" for name, size in plan.host.items())
@@ -97,7 +100,12 @@ def as_json(plans: list[Plan]) -> str:
     for plan in plans:
         step = {name: value for name, value in dataclasses.asdict(plan.step).items() if name != "timeline"}
         figures = {"needs_gib": plan.needs, "comfortable_gib": plan.comfortable, "capacity_gib": plan.capacity}
-        figures |= {"outside_gib": plan.outside, "verdict": plan.verdict, "seconds": plan.seconds}
+        figures |= {
+            "outside_gib": plan.outside,
+            "evaluation_gib": plan.evaluation,
+            "verdict": plan.verdict,
+            "seconds": plan.seconds,
+        }
         values.append({"name": plan.name, **figures, "host_gib": plan.host, "step": step})
     return json.dumps(values if len(values) > 1 else values[0], indent=1)
 

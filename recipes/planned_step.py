@@ -11,18 +11,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hook_config import HookConfig, check_combinations
+
 
 @dataclass
 class Request:
-    """What to run. `is_padded`: rows of unequal length, which attention masks; `is_fake`: no memory behind tensors."""
+    """What to run. `equal_lengths`: no row is padded; `is_fake`: no memory behind tensors."""
 
     script: str
     arguments: dict[str, Any]
     hook_config: dict[str, Any]
     num_processes: int
-    is_padded: bool = False
+    equal_lengths: bool = False
     is_fake: bool = True
     round_to: int = 512
+
+    def is_padded(self, rows: int) -> bool:
+        """Whether a micro-batch of so many rows is padded, so that attention is handed a mask."""
+        uses_flash = (self.arguments["attn_implementation"] or "").startswith("flash")
+        return rows > 1 and not (uses_flash or self.arguments["packing"] or self.equal_lengths)
+
+    def config(self) -> HookConfig:
+        """The YAML's keys."""
+        as_tuples = {name: tuple(value) for name, value in self.hook_config.items() if isinstance(value, list)}
+        return HookConfig(**{**self.hook_config, **as_tuples})
+
+    def is_allowed(self) -> bool:
+        """Whether the YAML's parser takes these keys together."""
+        return not check_combinations(self.config())
 
 
 @dataclass

@@ -50,6 +50,11 @@ class Plan:
         return "fits" if self.headroom >= 0 else "tight" if self.needs <= self.capacity else "does not fit"
 
     @property
+    def evaluation(self) -> float:
+        """GiB that a batch of evaluation needs, whose rows are all of full length."""
+        return self.step.phase_peaks.get("evaluation", 0) / GIB + self.outside
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second and GPU, by the roofline."""
         return self.tokens / self.seconds["step"]
@@ -64,8 +69,7 @@ def make_request(
 ) -> Request:
     """What to trace. Rows of a micro-batch of several are padded unless it is said that they are of equal length."""
     ranks = num_processes or config.num_processes or yaml_processes(config)
-    is_padded = arguments.per_device_train_batch_size > 1 and not arguments.packing and not equal_lengths
-    return Request(script, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, is_padded)
+    return Request(script, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
 
 
 def yaml_processes(config: Any) -> int:
@@ -94,7 +98,11 @@ def make_plan(
     step, config, arguments = plan_step(request), request.hook_config, request.arguments
     offloads_all, offloads = config["fsdp_offload_params"], config["hook_offload_optimizer"]
     moments = step.trainable * 8 // request.num_processes
-    copied = 2 * step.state if offloads_all else 2 * moments if offloads else 0
+    copied = 2 * step.counts.get("host copied", 0) + (2 * moments if offloads and not offloads_all else 0)
+    if offloads_all:  # each micro-batch takes the shards in twice and gives gradients back; the host computes the step
+        shards = (4 * step.trainable + 2 * (step.parameters - step.trainable)) // request.num_processes
+        copied += arguments["gradient_accumulation_steps"] * (2 * shards + 4 * step.trainable // request.num_processes)
+        copied += step.state
     is_fp32 = config["hook_param_dtype"] == "fp32"
     seconds = step_seconds(step.counts, GPUS[gpu], request.num_processes, is_fp32, step.state, copied)
     rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]

@@ -61,6 +61,8 @@ class RunRecord:
     def __init__(self, folder: Path, facts: dict[str, Any], say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say
         self.facts = {**facts, "started": now(), "ended": None, "samples": "", "status": "running"}
+        for message in folder.glob("failure-rank-*.txt"):  # of a run before this one
+            message.unlink(missing_ok=True)
         self.write()
         atexit.register(self.end_as_failed)
 

@@ -68,8 +68,9 @@ def main() -> None:
 def run_step(request: Request) -> PlannedStep:
     """Build, warm up, and trace one step, here and now."""
     started = time.perf_counter()
-    arguments, config = arguments_of(request), config_of(request)
-    notes = notes_on(arguments, request.is_padded, TRACED_MICRO_BATCHES)
+    arguments, config = arguments_of(request), request.config()
+    is_padded = request.is_padded(arguments.per_device_train_batch_size)
+    notes = notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)
     with ready(request) as it:
         trace = MemoryTrace(it.model, it.optimizer, request.round_to, config.fsdp_offload_params)
         for value in (value for batch in it.batches for value in batch.values()):
@@ -118,12 +119,14 @@ def ready(request: Request) -> Iterator[Ready]:
 
     Runs in the process group that there is, or makes a fake one and leaves it behind.
     """
-    arguments, config = arguments_of(request), config_of(request)
+    arguments, config = arguments_of(request), request.config()
     is_of_another_size = dist.is_initialized() and dist.get_world_size() != request.num_processes
     if is_of_another_size:
         dist.destroy_process_group()
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=request.num_processes, store=FakeStore())
+    rows, test_rows = arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size
+    is_padded, is_test_padded = request.is_padded(rows), request.is_padded(test_rows)
     accelerator = stand_in(request.num_processes)
     mesh = make_device_mesh(accelerator)
     torch.manual_seed(0)
@@ -132,7 +135,7 @@ def ready(request: Request) -> Iterator[Ready]:
         size, name = sum(p.numel() for p in model.parameters()), Path(request.script).stem
         model = add_adapters(model, arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if request.is_fake else contextlib.nullcontext()
-    with mode, on_a_gpu(has_mask=request.is_padded or reads_documents(arguments)):
+    with mode, on_a_gpu(has_mask=is_padded or reads_documents(arguments)):
         if request.is_fake:
             leave_meta(model)
         notes = use_experts_that_can_be_faked(model, config.hook_param_dtype)
@@ -142,24 +145,20 @@ def ready(request: Request) -> Iterator[Ready]:
         check_optimizer(model, optimizer)
         script = importlib.import_module(name)
         window = min(arguments.gradient_accumulation_steps, TRACED_MICRO_BATCHES)
-        batches = [make_batch(model, arguments, request.is_padded) for _ in range(window)]
+        batches = [make_batch(model, arguments, is_padded) for _ in range(window)]
         run = partial(step, script, accelerator, model, optimizer, config, arguments.max_grad_norm)
         run(batches[:1], None)
-        test = partial(evaluate, script, model, arguments, request.is_padded)
+        test = partial(evaluate, script, model, arguments, is_test_padded)
         yield Ready(model, optimizer, batches, partial(run, batches), test, size, notes)
 
 
 def arguments_of(request: Request) -> FinetuneArguments:
     """The script's arguments."""
+    if request.script not in KINDS:
+        raise ValueError(f"a plan knows {', '.join(KINDS)}; this script is named {request.script}")
     kind = KINDS[request.script]
     names = {one.name for one in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in request.arguments.items() if name in names})
-
-
-def config_of(request: Request) -> HookConfig:
-    """The YAML's keys."""
-    as_tuples = {name: tuple(value) for name, value in request.hook_config.items() if isinstance(value, list)}
-    return HookConfig(**{**request.hook_config, **as_tuples})
 
 
 def build(model: nn.Module, arguments: FinetuneArguments, config: HookConfig, mesh: Any, is_chunked: bool) -> nn.Module:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from model_loading import check_not_quantized
 from model_structure import set_use_cache
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -12,6 +13,7 @@ def load_without_weights(arguments: Any) -> nn.Module:
     """The model as model_loading.load_model would give it, from its config alone."""
     source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
     config = AutoConfig.from_pretrained(arguments.model_name_or_path, **source)
+    check_not_quantized(config)
     attention = arguments.attn_implementation
     if (attention or "").startswith("flash"):
         attention = "sdpa"  # keeps the same tensors

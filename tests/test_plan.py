@@ -56,7 +56,7 @@ def request_of(folder, script="finetune.py", config="default.yaml", ranks=2, key
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_length": 128, "packing": False}
     kind = KINDS[script](model_name_or_path=str(folder), **{**values, **arguments})
     yaml = dataclasses.asdict(read_hook_config(str(CONFIGS / config)))
-    return Request(script, dataclasses.asdict(kind), {**yaml, **dict(keys)}, ranks, padded)
+    return Request(script, dataclasses.asdict(kind), {**yaml, **dict(keys)}, ranks, not padded)
 
 
 def layouts(folder):
@@ -241,7 +241,9 @@ def test_advice_puts_changes_together_where_none_is_enough(folder):
 
 
 def test_changes_are_those_not_made_yet(folder):
-    names = [name for name, _ in changes(request_of(folder, config="performance.yaml", gradient_accumulation_steps=4))]
+    made = dict(changes(request_of(folder, config="performance.yaml", gradient_accumulation_steps=4)))
+    assert made["--per_device_train_batch_size 1"].arguments["gradient_accumulation_steps"] == 8
+    names = list(made)
     assert names[:2] == ["recompute every block", "hook_wrap_blocks_per_unit: 1"]
     assert "hook_reduce_every_micro_batch: true" in names and "--per_device_train_batch_size 1" in names
     tight = request_of(folder, "finetune_mem_limit.py", "mem_limit.yaml", per_device_train_batch_size=1)
@@ -250,6 +252,20 @@ def test_changes_are_those_not_made_yet(folder):
         "fsdp_offload_params: true",
         "--num_processes 4",
     ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_named", "is_not"),
+    [
+        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "hook_wrap_embeddings"),
+        ({"hook_checkpoint_mode": "selective"}, "recompute every block", "fsdp_activation_checkpointing_offload"),
+        ({"hook_checkpoint_function": "a.py:b"}, "recompute every block", "hook_wrap_blocks_per_unit"),
+        ({"mixed_precision": "fp16", "hook_param_dtype": "fp16"}, "hook_offload_optimizer", "fsdp_offload_params"),
+    ],
+)
+def test_only_changes_that_the_yaml_allows_are_named(folder, keys, is_named, is_not):
+    names = [name for name, _ in changes(request_of(folder, keys=keys))]
+    assert any(name.startswith(is_named) for name in names) and not any(name.startswith(is_not) for name in names)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 13, 60])
