@@ -22,7 +22,7 @@ UNIMPORTANT = (
     *("config", "accelerate_config", "output_dir", "resume_from_checkpoint", "check_hashes", "preview"),
     *("save_steps", "save_total_limit", "on_save_error", "async_save", "load_best_model_at_end"),
     *("report_to", "logging_steps", "eval_steps", "dataset_num_proc", "dataloader_num_workers"),
-    *("on_non_finite", "replay_batch"),
+    *("on_non_finite", "replay_batch", "profile", "profile_compare", "hang_timeout", "dry_run"),
 )
 
 
