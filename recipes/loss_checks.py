@@ -51,6 +51,6 @@ class LossWatch:
         highest, middle = max(self.losses), median(self.losses)
         return (
             f"note: the loss jumps about: {sum(self.spikes)} of the last {len(self.spikes)} steps stood far above the "
-            f"steps before them (median {middle:.3f}, highest {highest:.3f}). Where few rows make a step and some are far harder, that is "
-            f"the data. Else try, in this order: {self.advice}"
+            f"steps before them (median {middle:.3f}, highest {highest:.3f}). Where few rows make a step and some are "
+            f"far harder, that is the data. Else try, in this order: {self.advice}"
         )
