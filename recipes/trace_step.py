@@ -7,6 +7,7 @@ request from standard input and writes what it found to standard output (planned
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import sys
@@ -53,6 +54,7 @@ TRACED_MICRO_BATCHES = 2  # the second one finds the gradients of the first; a t
 def main() -> None:
     """Answer the request of standard input."""
     warnings.filterwarnings("ignore")
+    gc.freeze()  # the imported libraries are never garbage; looking through them takes seconds
     values = json.load(sys.stdin)
     request = Request(**values)
     try:
