@@ -26,7 +26,7 @@ OWN = Path(__file__).parent
 
 
 def watch_for_hangs(accelerator: Accelerator, arguments: Any) -> None:
-    """Start the watch of this rank's main thread; it ends when the training loop does."""
+    """Start the watch of this rank's main thread; it ends with the process."""
     rank, ranks, timeout_s = accelerator.process_index, accelerator.num_processes, arguments.hang_timeout
     if not timeout_s or ranks == 1:
         return

@@ -45,7 +45,7 @@ def new_bytes(value: Any, seen: dict[int, int]) -> int:
             return 0
         seen[storage.data_ptr()] = storage.nbytes()
         return storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # a tensor without storage
+    except (RuntimeError, NotImplementedError):  # sparse and wrapper tensors have no storage of their own to count
         return 0
 
 
