@@ -28,18 +28,6 @@ def stand_in(world_size: int) -> SimpleNamespace:
     )
 
 
-def reads_documents(arguments: Any) -> bool:
-    """Whether attention is handed a mask of the documents in a packed row."""
-    return arguments.packing and not uses_flash(arguments)
-
-
-def uses_flash(arguments: Any) -> bool:
-    """Whether a GPU's attention would be flash attention of variable length: no mask exists then."""
-    named = (arguments.attn_implementation or "").startswith("flash")
-    by_itself = hasattr(arguments, "torch_compile") and arguments.attn_implementation is None
-    return named or (by_itself and arguments.packing and arguments.per_device_train_batch_size == 1)
-
-
 @contextlib.contextmanager
 def on_a_gpu(has_mask: bool) -> Iterator[None]:
     """What a fake CPU would do otherwise than a GPU.
@@ -83,24 +71,6 @@ def offloading_seen(trace: MemoryTrace) -> Iterator[None]:
 
     with mock.patch.object(OffloadedAdamW, "take_back", to_host), mock.patch.object(SavedOnHost, "trace", trace):
         yield
-
-
-def notes_on(arguments: Any, is_padded: bool, traced: int) -> list[str]:
-    """What is counted otherwise than it would run, or refused."""
-    notes = []
-    if getattr(arguments, "optim", "adamw_torch_fused") == "adamw_torch_8bit":
-        raise ValueError("--optim adamw_torch_8bit: its compiled update does not run on fake tensors; plan without it")
-    if getattr(arguments, "torch_compile", False):
-        notes.append("--torch_compile: counted without; compiled blocks need less")
-    if getattr(arguments, "use_liger_kernel", False):
-        notes.append("--use_liger_kernel: counted without; its kernels need less")
-    if uses_flash(arguments):
-        notes.append("attention counted as flash attention (flash-attn must be installed): no mask of T x T")
-    elif is_padded or arguments.packing:
-        notes.append("attention counted with a mask of T x T, which padded or packed rows need without flash attention")
-    if arguments.gradient_accumulation_steps > traced:
-        notes.append(f"{traced} of {arguments.gradient_accumulation_steps} micro-batches were run")
-    return notes
 
 
 def use_experts_that_can_be_faked(model: Any, compute_dtype: str) -> list[str]:

@@ -27,6 +27,10 @@ def main() -> None:
             print(compare_runs_report(arguments.folders, arguments.output_dir or Path(".")))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"Error: {error}")
+    except (KeyError, TypeError, AttributeError) as error:
+        folders = ", ".join(map(str, arguments.folders))
+        what = "run.json, wrap_report.json or plan.json holds other values than a run writes"
+        sys.exit(f"Error: {folders}: {what} ({type(error).__name__}: {error}); mend that file or move it away")
 
 
 if __name__ == "__main__":

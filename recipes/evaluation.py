@@ -1,14 +1,19 @@
 """The loss on held-out rows."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from hook_wrap import reshard_all
 from losses import num_label_tokens
 from torch import nn
 from torch.profiler import record_function
+from tqdm import tqdm
+
+SHOWN = 5  # batches whose loss is not finite
 
 
 @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled once more, for shapes seen once
@@ -20,15 +25,37 @@ def evaluate(
     batches: Iterable[dict[str, torch.Tensor]],
     micro_batch_loss: Callable[..., tuple[Any, torch.Tensor]],
 ) -> float:
-    """Mean loss per label token over all held-out rows, each counted once. `micro_batch_loss` is the one trained on."""
+    """Mean loss per label token over all held-out rows, each counted once. `micro_batch_loss` is the one trained on.
+
+    Where it is not finite, rank 0 prints which batches made it so.
+    """
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    losses = []
     for batch in batches:
         batch = {name: values.to(accelerator.device) for name, values in batch.items()}
         _, token_loss = micro_batch_loss(model, batch, 1, 1)
+        losses.append(token_loss)
         totals[0] += token_loss
         totals[1] += num_label_tokens(batch["labels"])
     reshard_all(model)  # else the next clip and step would see gathered parameters
     model.train()
     loss_sum, label_tokens = accelerator.reduce(totals).tolist()
+    if not math.isfinite(loss_sum):
+        say_non_finite(losses, batches, accelerator)
     return loss_sum / label_tokens
+
+
+def say_non_finite(
+    losses: list[torch.Tensor], batches: Iterable[dict[str, torch.Tensor]], accelerator: Accelerator
+) -> None:
+    """Print, on rank 0, in which batches of which ranks a loss is not finite, by their test rows. A collective."""
+    bad = (~torch.stack(losses).isfinite()).nonzero().flatten().tolist()
+    sampler = getattr(batches, "batch_sampler", None)  # of evaluation_batches: a list of row numbers per batch
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, [sampler[number] if sampler else number for number in bad])
+    if accelerator.is_main_process:
+        total, found = len(losses) * len(ranks), [(rank, rows) for rank, bad in enumerate(ranks) for rows in bad]
+        where = "; ".join(f"rank {rank}, test rows {rows}" for rank, rows in found[:SHOWN])
+        why = "look at the weights and dtypes, not at the rows" if len(found) == total else where
+        tqdm.write(f"note: the evaluation's loss is not finite in {len(found)} of {total} batches ({why})")

@@ -23,6 +23,7 @@ PLACES = (
     ("clipping", ("clip_grad_norm",)),
     ("the optimizer's step", ("adamw", "_fused_adamw", "take_back", "send", "optimizer_step")),
     ("gathering a unit", ("foreach_all_gather", "unshard", "foreach_all_gather_copy_out")),
+    ("reading the data", ("stream_steps", "training_steps", "fetch_ahead")),
     ("logits and loss", ("token_loss_sum", "cross_entropy", "chunk_loss")),
     ("backward", ("_engine_run_backward", "backward")),
     ("forward", ("forward",)),
@@ -46,6 +47,10 @@ def explained_failures(
     """
     try:
         yield
+    except SystemExit as error:
+        if isinstance(error.code, str):  # this rank ends by itself, and has said why
+            hand_on(error.code.strip().removeprefix("Error: "), arguments.output_dir, accelerator.process_index)
+        raise
     except Exception as error:
         where, say = place_of(error, model), partial(print, file=sys.stderr, flush=True)
         rank, step = accelerator.process_index, step_of(error, where)
@@ -60,12 +65,17 @@ def explained_failures(
         lines = explain_out_of_memory(error, where, model, optimizer, run, path, say)
         lines = lines or [f"in {where}: {type(error).__name__}: {error}", traceback.format_exc()]
         message = f"rank {rank}, step {step}: " + "\n".join(lines)
-        tell_launcher(message)
-        sys.last_value = SystemExit(message)  # for run_record.py
-        with contextlib.suppress(OSError):
-            failure_file(arguments.output_dir, rank).write_text(message, encoding="utf-8")
+        hand_on(message, arguments.output_dir, rank)
         say(f"\nError: {message}\n")
         sys.exit(1)
+
+
+def hand_on(message: str, output_dir: str, rank: int) -> None:
+    """Leave why this rank ends for the launcher's last lines, its own run.json and the other ranks' reports."""
+    tell_launcher(message)
+    sys.last_value = SystemExit(message)  # where run_record.py finds it
+    with contextlib.suppress(OSError):
+        failure_file(output_dir, rank).write_text(message, encoding="utf-8")
 
 
 def failure_file(output_dir: str, rank: int | str) -> Path:
@@ -95,6 +105,8 @@ def place_of(error: BaseException, model: nn.Module) -> str:
     """Where in a step an exception comes from, with the module that ran: `forward: model.layers.3.mlp`."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_code.co_name for frame in frames]
+    if "DataLoader worker" in str(error):  # a signal brings it, wherever the loop is then
+        return "reading the data"
     place = next((place for place, functions in PLACES if set(functions) & set(names)), "the loop")
     known = {module: name for name, module in model.named_modules()}
     modules = [known[owner] for owner in (frame.f_locals.get("self") for frame in frames) if is_known(owner, known)]

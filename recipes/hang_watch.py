@@ -18,6 +18,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from launch import tell_launcher
+from run_record import note_failure
 
 WATCHED = ("train", "evaluate", "greedy_answers")
 ENDED = "ended"  # made by the rank that prints
@@ -117,4 +118,5 @@ def end_if_apart(folder: Path, rank: int, ranks: int, timeout_s: float, thread: 
         (folder.parent / f"failure-rank-{rank}.txt").write_text(message, encoding="utf-8")
     stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
     print(f"\nError: {message}\nrank {rank}'s stack:\n{stack}", file=sys.stderr, flush=True)
+    note_failure(folder.parent, message)
     os._exit(1)

@@ -51,12 +51,12 @@ def count_flops(
     """Return (a, b): training a row of T tokens costs a T + b T^2 FLOPs, exactly at this batch's length and close to it
     for shorter rows, whatever the loss does with a row's last token. Every rank must call it.
 
-    Runs two forwards of one row, whole and half, and no backward. Gradients, random state and mode are left as they
-    were, so call it between two steps. `micro_batch_loss` is the one trained on.
+    Runs two forwards of one row, whole and half, and no backward. Gradients, random state, attention and mode are left
+    as they were, so call it between two steps. `micro_batch_loss` is the one trained on.
     """
     length = batch["labels"].shape[1]
     half = max(1, length // 2)
-    with without_frozen_embedding_gradients(model):
+    with without_frozen_embedding_gradients(model), countable_attention(base_model(model)):
         per_token = [
             row_flops(model, micro_batch_loss, {name: values[:1, :size] for name, values in batch.items()}, device)
             / size
@@ -124,6 +124,20 @@ def without_frozen_embedding_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         if handle is not None:
             handle.remove()
+
+
+@contextmanager
+def countable_attention(model: nn.Module) -> Iterator[None]:
+    """Put torch's own attention in the place of kernels that no formula is known for (flash, flex)."""
+    chosen = model.config._attn_implementation
+    is_known = chosen in ("eager", "sdpa", None)
+    try:
+        if not is_known:
+            model.set_attn_implementation("sdpa")
+        yield
+    finally:
+        if not is_known:
+            model.set_attn_implementation(chosen)
 
 
 def attention_flops(query: tuple, key: tuple, value: tuple, *args: Any, **kwargs: Any) -> int:

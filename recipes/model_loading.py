@@ -115,6 +115,17 @@ def check_rows(model: nn.Module, *data_sets: Dataset | None) -> None:
             ids = batch["input_ids"].combine_chunks()
             longest = max(longest, int(np.diff(ids.offsets.to_numpy()).max()))
             largest = max(largest, int(ids.flatten().to_numpy().max()))
+    check_positions(model, longest)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if largest >= vocabulary:
+        raise ValueError(
+            f"the tokenizer made token {largest}, but the model's embedding has {vocabulary} rows: the tokenizer in "
+            "--model_name_or_path does not belong to these weights."
+        )
+
+
+def check_positions(model: nn.Module, longest: int) -> None:
+    """Raise ValueError for rows longer than a learned position table."""
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -122,11 +133,6 @@ def check_rows(model: nn.Module, *data_sets: Dataset | None) -> None:
     if is_learned and longest > limit:
         raise ValueError(
             f"the longest row has {longest} tokens, but this model has {limit} positions: --max_length {limit}"
-        )
-    if largest >= vocabulary:
-        raise ValueError(
-            f"the tokenizer made token {largest}, but the model's embedding has {vocabulary} rows: the tokenizer in "
-            "--model_name_or_path does not belong to these weights."
         )
 
 

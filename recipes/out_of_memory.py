@@ -80,7 +80,8 @@ class SmallerMicroBatches:
         _, again = self.attempt(forward_backward, [filler(batch) for batch in pieces])
         if again:
             rank = self.accelerator.process_index
-            raise SystemExit(f"rank {rank}: out of memory ({failure}), and with rows of two tokens too. {TWO_TOKENS}")
+            why = f"rank {rank}: out of memory ({failure}), and with rows of two tokens too. {TWO_TOKENS}"
+            raise SystemExit(f"\nError: {why}\n")
 
     def attempt(
         self, forward_backward: Callable[[list[Batch]], torch.Tensor], pieces: list[Batch]

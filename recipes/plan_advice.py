@@ -9,6 +9,7 @@ from typing import Any
 from planned_step import Request
 from planning import GIB, Plan, make_plan, make_request
 
+CHUNKS = "finetune_mem_limit.py"
 ANOTHER_JOB = ("--max_length", "--num_processes")  # change what is trained, or what it costs to hire
 AT_ONCE = 2  # plans made at the same time: each is a process of its own
 SMALLEST = {"per_device_train_batch_size": 1, "max_length": 128}  # steps in which --max searches
@@ -67,8 +68,8 @@ def possible_changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield "hook_prefetch_units: 1", keys(hook_prefetch_units=1)
     if not config["hook_reduce_every_micro_batch"] and arguments["gradient_accumulation_steps"] > 1:
         yield "hook_reduce_every_micro_batch: true", keys(hook_reduce_every_micro_batch=True)
-    if request.script != "finetune_mem_limit.py":
-        yield "finetune_mem_limit.py (loss in chunks)", dataclasses.replace(request, script="finetune_mem_limit.py")
+    if request.kind != CHUNKS:
+        yield f"{CHUNKS} (loss in chunks)", dataclasses.replace(request, script=CHUNKS, kind=CHUNKS)
     rows, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
     if rows > 1:
         parts = 2 if rows % 2 == 0 else rows  # the global batch stays
@@ -98,7 +99,8 @@ def merged(base: Request, first: Request, second: Request) -> Request:
 
     whole = copy.copy(first)
     whole.hook_config, whole.arguments = both("hook_config"), both("arguments")
-    whole.script = second.script if second.script != base.script else first.script
+    of_script = second if second.script != base.script else first
+    whole.script, whole.kind = of_script.script, of_script.kind
     whole.num_processes = second.num_processes if second.num_processes != base.num_processes else first.num_processes
     return whole
 
@@ -168,6 +170,8 @@ def largest(request: Request, name: str, planner: Planner) -> tuple[int, Plan | 
     def does_fit(value: int) -> bool:
         changed = dataclasses.replace(request, arguments={**request.arguments, name: value})
         plan = planner(changed, f"--{name} {value}")
+        if plan is None and fits:  # the model itself ends there, as the planner has said
+            return False
         if plan is None:
             raise ValueError(
                 f"--{name} {value} cannot be planned, so the search for the largest ends without an answer"

@@ -16,9 +16,11 @@ from hook_config import HookConfig, check_combinations
 
 @dataclass
 class Request:
-    """What to run. `equal_lengths`: no row is padded; `is_fake`: no memory behind tensors."""
+    """What to run. `kind`: the script of ours that `script` is, or is a copy of under another name; `equal_lengths`: no
+    row is padded; `is_fake`: no memory behind tensors."""
 
     script: str
+    kind: str
     arguments: dict[str, Any]
     hook_config: dict[str, Any]
     num_processes: int
@@ -56,6 +58,7 @@ class PlannedStep:
     timeline: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     parameters: int = 0
     trainable: int = 0
+    loaded: int = 0  # the model as it lies on disk
     state: int = 0  # parameter, gradient and optimizer shards, wherever they lie
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0  # that planning took

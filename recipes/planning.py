@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import yaml
+from arguments import KINDS
 from planned_step import PlannedStep, Request, plan_step
 from roofline import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, step_seconds
 
@@ -69,7 +70,8 @@ def make_request(
 ) -> Request:
     """What to trace. Rows of a micro-batch of several are padded unless it is said that they are of equal length."""
     ranks = num_processes or config.num_processes or yaml_processes(config)
-    return Request(script, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
+    kind = next(name for name, kind in reversed(KINDS.items()) if isinstance(arguments, kind))  # the base comes last
+    return Request(script, kind, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
 
 
 def yaml_processes(config: Any) -> int:
@@ -107,10 +109,11 @@ def make_plan(
     seconds = step_seconds(step.counts, GPUS[gpu], request.num_processes, is_fp32, step.state, copied)
     rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
     ranks = min(request.num_processes, GPUS_PER_MACHINE)
-    weights = step.parameters * (4 if config["mixed_precision"] == "no" else 2) / GIB
-    host = {"weights mapped while loading (page cache)": weights}
+    host = {"weights mapped while loading (page cache)": step.loaded / GIB}
     if step.host:
         host["offloaded, pinned"] = ranks * step.host / GIB
+    if arguments["async_save"]:  # masters and moments, fp32
+        host["copy of the state while it is saved"] = ranks * 12 * step.trainable / request.num_processes / GIB
     return Plan(name, step, outside, capacity, seconds, rows * arguments["max_length"], host)
 
 

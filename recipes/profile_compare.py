@@ -95,16 +95,22 @@ def compare_settings(main: Callable[[], None], kind: type[FinetuneArguments], sa
 def run_settings(main: Callable[[], None], raw: dict[str, Any], folder: Path, steps: int) -> None:
     """Run each setting, print the table on rank 0 and write it beside the folder that the runs write to."""
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")  # it minds that processes are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # from a launcher that is stopped: tidy up here too
     ranks = meet()
-    found = [run_setting(main, Setting("as asked"), raw, folder, steps, ranks)]
-    keys = json.loads(ranks.gather("keys", json.dumps(found[0].pop("keys", None)))[0])
-    for setting in settings(keys) if keys else []:
-        done = {"name": setting.name, "failure": setting.left_out, "is_left_out": True}
-        found.append(done if setting.left_out else run_setting(main, setting, raw, folder, steps, ranks))
-        found[-1].pop("keys", None)
+    try:
+        found = [run_setting(main, Setting("as asked"), raw, folder, steps, ranks)]
+        keys = json.loads(ranks.gather("keys", json.dumps(found[0].pop("keys", None)))[0])
+        for setting in settings(keys) if keys else []:
+            done = {"name": setting.name, "failure": setting.left_out, "is_left_out": True}
+            found.append(done if setting.left_out else run_setting(main, setting, raw, folder, steps, ranks))
+            found[-1].pop("keys", None)
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(folder / "run", ignore_errors=True)
     if ranks.rank == 0:
         has_failed = any("failure" in run and not run["is_left_out"] for run in found)
-        shutil.rmtree(folder / "run" if has_failed else folder, ignore_errors=True)
+        if not has_failed:
+            shutil.rmtree(folder, ignore_errors=True)
         logs = [f"what the runs printed: {folder}"] if has_failed else []
         print("\n".join([*table(found, steps), *logs]), flush=True)
         (folder.parent / "compare.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -161,18 +167,20 @@ def run_setting(
     method = "spawn" if torch.accelerator.is_available() else "fork"
     process = multiprocessing.get_context(method).Process(target=run_script, args=(main, argv, port, str(log)))
     process.start()
-    while not ranks.is_raised(f"{name}/done", f"{name}/failed"):
-        process.join(POLL_S)
-        if ranks.rank == 0 and len(logged_steps(output)) >= WARM_UP_STEPS + steps:
-            ranks.raise_flag(f"{name}/done")
-        elif process.exitcode is not None:
-            ranks.raise_flag(f"{name}/failed")
-    if not ranks.is_raised(f"{name}/done"):  # after it, ranks only lose the others, whose processes were ended
-        process.join(GRACE_S)
-        failure = last_words(log, process.exitcode) if process.exitcode is not None else ""
-    peak_gib = peak_host_gib(process.pid)
-    process.kill()
-    process.join()
+    try:
+        while not ranks.is_raised(f"{name}/done", f"{name}/failed"):
+            process.join(POLL_S)
+            if ranks.rank == 0 and len(logged_steps(output)) >= WARM_UP_STEPS + steps:
+                ranks.raise_flag(f"{name}/done")
+            elif process.exitcode is not None:
+                ranks.raise_flag(f"{name}/failed")
+        if not ranks.is_raised(f"{name}/done"):  # after it, ranks only lose the others, whose processes were ended
+            process.join(GRACE_S)
+            failure = last_words(log, process.exitcode) if process.exitcode is not None else ""
+        peak_gib = peak_host_gib(process.pid)
+    finally:
+        process.kill()
+        process.join()
     failures = ranks.gather(f"{name}/end", failure)
     if any(failures):
         return {"name": name, "failure": first_cause(failures), "is_left_out": False}
@@ -181,6 +189,7 @@ def run_setting(
 
 def run_script(main: Callable[[], None], argv: list[str], port: int, log: str) -> None:
     """Be one rank of a run by itself: the launcher's environment with a port of its own, output into a file."""
+    os.setpgrp()  # a Ctrl-C is for the rank that started this: the run itself would save a checkpoint
     if sys.platform == "linux":  # PR_SET_PDEATHSIG: end with the rank that started it, however that ends
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

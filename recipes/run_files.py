@@ -31,10 +31,10 @@ def read_run(folder: Path) -> Run:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; one that a kill left unfinished is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """run.json: the facts of a run that metrics.jsonl does not hold, and the report at its end, however it ends."""
 
 import atexit
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from report import write_report
-from run_files import write_whole
+from run_files import read_object, write_whole
 
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
 
@@ -52,6 +53,14 @@ def why_ended() -> str:
     if error is None:
         return "no message was kept; see what the run printed"
     return str(error) if isinstance(error, SystemExit) else f"rank 0: {type(error).__name__}: {error}"
+
+
+def note_failure(folder: Path, message: str) -> None:
+    """Write down that the run of this folder failed, in place of a rank 0 that cannot, and make its report."""
+    with contextlib.suppress(Exception):  # the message itself has been printed
+        facts = read_object(folder / "run.json") | {"status": f"failed: {message}", "ended": now()}
+        write_whole(folder / "run.json", json.dumps(facts, indent=1) + "\n")
+        write_report(folder)
 
 
 class RunRecord:

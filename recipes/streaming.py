@@ -7,7 +7,6 @@ packed) in itself; nothing waits for another rank.
 
 import itertools
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -117,5 +116,4 @@ def stop(error: Exception, rank: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT_S)
     where = f"rank {rank}: " if rank else ""
-    print(f"\nError: {where}{error}\n", file=sys.stderr, flush=True)
-    sys.exit(1)
+    raise SystemExit(f"\nError: {where}{error}\n")

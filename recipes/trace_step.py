@@ -25,22 +25,16 @@ import torch
 import torch.distributed as dist
 from allocator_replay import reserved_bytes
 from arguments import KINDS, FinetuneArguments
-from as_on_gpu import (
-    notes_on,
-    offloading_seen,
-    on_a_gpu,
-    reads_documents,
-    stand_in,
-    use_experts_that_can_be_faked,
-)
+from as_on_gpu import offloading_seen, on_a_gpu, stand_in, use_experts_that_can_be_faked
 from chunked_loss import compute_loss_in_chunks
 from hook_activation_checkpointing import apply_activation_checkpointing, plan_activation_checkpointing
 from hook_config import HookConfig
 from hook_wrap import apply_units, plan_units, reshard_all
 from launch import make_device_mesh
 from memory_trace import OTHER, MemoryTrace
-from model_loading import add_adapters
+from model_loading import add_adapters, check_positions
 from optimizer import check_optimizer, local, make_optimizer
+from planned_arguments import notes_on, reads_documents, settle_attention
 from planned_step import PlannedStep, Request
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -71,8 +65,6 @@ def run_step(request: Request) -> PlannedStep:
     """Build, warm up, and trace one step, here and now."""
     started = time.perf_counter()
     arguments, config = arguments_of(request), request.config()
-    is_padded = request.is_padded(arguments.per_device_train_batch_size)
-    notes = notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)
     with ready(request) as it:
         trace = MemoryTrace(it.model, it.optimizer, request.round_to, config.fsdp_offload_params)
         for value in (value for batch in it.batches for value in batch.values()):
@@ -97,7 +89,8 @@ def run_step(request: Request) -> PlannedStep:
             parameters=it.parameters,
             trainable=sum(p.numel() for p in it.model.parameters() if p.requires_grad),
             state=state,
-            notes=notes + it.notes,
+            loaded=it.loaded,
+            notes=it.notes,
             seconds=time.perf_counter() - started,
         )
 
@@ -112,6 +105,7 @@ class Ready:
     run: Callable[[MemoryTrace | None], Counter[str]]  # a step; the trace's counts after its first micro-batch
     evaluate: Callable[[MemoryTrace], None]
     parameters: int
+    loaded: int  # bytes of the model as it lies on disk
     notes: list[str]
 
 
@@ -132,44 +126,49 @@ def ready(request: Request) -> Iterator[Ready]:
     accelerator = stand_in(request.num_processes)
     mesh = make_device_mesh(accelerator)
     torch.manual_seed(0)
-    with torch.device("meta" if request.is_fake else "cpu"):
+    script = importlib.import_module(Path(request.script).stem)
+    device = torch.device("meta" if request.is_fake else "cpu")
+    with device:
         model = load_without_weights(arguments)
-        size, name = sum(p.numel() for p in model.parameters()), Path(request.script).stem
+    size, loaded = sum(p.numel() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
+    check_positions(model, arguments.max_length)
+    settle_attention(arguments, config.hook_param_dtype, model.config)
+    notes = notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)
+    with device:
         model = add_adapters(model, arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if request.is_fake else contextlib.nullcontext()
     with mode, on_a_gpu(has_mask=is_padded or reads_documents(arguments)):
         if request.is_fake:
             leave_meta(model)
-        notes = use_experts_that_can_be_faked(model, config.hook_param_dtype)
-        model = build(model, arguments, config, mesh, is_chunked=name == "finetune_mem_limit")
+        notes += use_experts_that_can_be_faked(model, config.hook_param_dtype)
+        model = build(model, arguments, config, mesh, getattr(script, "LOSS_CHUNK_TOKENS", None))
         offloads = config.hook_offload_optimizer and not config.fsdp_offload_params
         optimizer = make_optimizer(model, 1e-5, 0.01, (0.9, 0.999), 1e-8, config.mixed_precision == "fp16", offloads)
         check_optimizer(model, optimizer)
-        script = importlib.import_module(name)
         window = min(arguments.gradient_accumulation_steps, TRACED_MICRO_BATCHES)
         batches = [make_batch(model, arguments, is_padded) for _ in range(window)]
         run = partial(step, script, accelerator, model, optimizer, config, arguments.max_grad_norm)
         run(batches[:1], None)
         test = partial(evaluate, script, model, arguments, is_test_padded)
-        yield Ready(model, optimizer, batches, partial(run, batches), test, size, notes)
+        yield Ready(model, optimizer, batches, partial(run, batches), test, size, loaded, notes)
 
 
 def arguments_of(request: Request) -> FinetuneArguments:
     """The script's arguments."""
-    if request.script not in KINDS:
-        raise ValueError(f"a plan knows {', '.join(KINDS)}; this script is named {request.script}")
-    kind = KINDS[request.script]
+    kind = KINDS[request.kind]
     names = {one.name for one in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in request.arguments.items() if name in names})
 
 
-def build(model: nn.Module, arguments: FinetuneArguments, config: HookConfig, mesh: Any, is_chunked: bool) -> nn.Module:
+def build(
+    model: nn.Module, arguments: FinetuneArguments, config: HookConfig, mesh: Any, chunk_tokens: int | None
+) -> nn.Module:
     """The scripts' order after the adapters: recompute, chunked loss, units, dtypes."""
     recomputed = plan_activation_checkpointing(model, config)
     units = plan_units(model, config)
     apply_activation_checkpointing(model, recomputed, config, is_cpu=False)
-    if is_chunked:
-        compute_loss_in_chunks(model, importlib.import_module("finetune_mem_limit").LOSS_CHUNK_TOKENS)
+    if chunk_tokens is not None:
+        compute_loss_in_chunks(model, chunk_tokens)
     apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
     cast_stored_parameters(model, config, None if arguments.dtype == "auto" else getattr(torch, arguments.dtype))
     cast_buffers(model, config)

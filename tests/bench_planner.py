@@ -39,7 +39,7 @@ def planner() -> Iterator[str]:
             arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = rows, 1
             arguments.per_device_eval_batch_size = 1
             config = {**keys, "hook_checkpoint_mode": recompute}
-            found = plan_step(Request("finetune.py", dataclasses.asdict(arguments), config, 8))
+            found = plan_step(Request("finetune.py", "finetune.py", dataclasses.asdict(arguments), config, 8))
             line = f"{name:58} {beside(live, found.peak)} {beside(reserved, found.reserved, 9)}"
             yield f"{line} {found.seconds:5.1f} s"
 

@@ -6,6 +6,9 @@ The faults are real (faulty_run.py), on rank 1 of 2, through `accelerate launch`
 import json
 
 import pytest
+import torch
+from batches import training_steps
+from failures import place_of
 from hang_watch import ENDED, end_if_apart
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, accelerate_launch
@@ -52,9 +55,31 @@ def test_rank_that_never_comes_is_named_with_step_and_place(tmp_path):
     assert shown.codes == [1, 1]
     shown = shown.output
     assert "no rank has moved for 6 s (--hang_timeout); they wait for one another:" in shown
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["status"].startswith("failed: no rank has moved for 6 s") and facts["ended"]
     at = shown[shown.index("they wait for one another") :]
     assert "rank 1: step 2, finetune.py:" in at and "calling faulty" in at
     assert at.index("rank 1: step 2") < at.index("rank 0: step 2, ")
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (KeyError("input_ids"), "reading the data"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "reading the data"),
+    ],
+)
+def test_place_of_a_row_that_cannot_be_read(error, place):
+    class Broken(list):
+        def __getitem__(self, index):
+            raise error
+
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(type(error)) as caught:
+        next(training_steps(Broken([{}]), 1, 1, 0, 1, 0, 0))
+    assert place_of(caught.value, model) == place
+    if isinstance(error, RuntimeError):  # its signal comes anywhere
+        assert place_of(error, model) == place
 
 
 def notes_of(folder, notes):

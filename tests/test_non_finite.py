@@ -130,6 +130,28 @@ def test_replay_of_a_damaged_file_ends_every_rank_with_one_message(overflowing, 
     assert done.codes == [1, 1] and done.output.count("Error: --replay_batch") == 1 and "rank 1: " in done.output
 
 
+def test_held_out_row_that_alone_is_not_finite_is_named(rows, tmp_path):
+    """Its token's embedding is infinite, and no training row holds it."""
+    tokenizer, data = AutoTokenizer.from_pretrained(SAMPLE / "model"), tmp_path / "data"
+    data.mkdir()
+    shutil.copy(rows, data / "train.jsonl")
+    lines = (SAMPLE / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    lines[2] = lines[2].replace("Deliver", "^ Deliver")
+    (data / "test.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (token,) = tokenizer("^", add_special_tokens=False)["input_ids"]
+    assert token not in tokenizer(rows.read_text(encoding="utf-8"))["input_ids"]
+
+    def change(weights):
+        weights["model.embed_tokens.weight"][token] = torch.inf
+
+    model = changed_model(tmp_path / "model", change)
+    done = run(data, model, tmp_path / "out", "--per_device_eval_batch_size", 1, "--max_new_tokens", 1, steps=2)
+    assert not any(done.codes), done.output[-3000:]
+    said = "note: the evaluation's loss is not finite in 1 of 4 batches (rank 0, test rows [2])"
+    assert done.output.count(said) == done.output.count("the evaluation's loss") == 2  # before and after
+    assert all(row["loss"] is not None for row in metrics(tmp_path / "out").values())
+
+
 def token_of_one_row(rows, rank, step):
     """(a token, its row): it is in that row alone, which this rank takes in this step."""
     tokenizer = AutoTokenizer.from_pretrained(SAMPLE / "model")

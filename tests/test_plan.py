@@ -7,6 +7,7 @@ for tensors of a few bytes), and those of two real gloo processes to 1% with glo
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -14,14 +15,15 @@ from pathlib import Path
 
 import plan
 import pytest
-from arguments import KINDS
+from arguments import KINDS, PerformanceArguments
 from hook_config import read_hook_config
 from launching import CONFIGS, RECIPES, ROOT
 from plan_advice import advise, changes, largest
-from planned_step import PlannedStep, Request
-from planning import GIB, Plan, capacity_gib
+from planned_arguments import settle_attention
+from planned_step import PlannedStep, Request, plan_step
+from planning import GIB, Plan, capacity_gib, make_plan
 from roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, GPT2Config, GPTBigCodeConfig, LlamaConfig
 
 WORKER = Path(__file__).parent / "planner_worker.py"
 WRAPS = {
@@ -56,7 +58,7 @@ def request_of(folder, script="finetune.py", config="default.yaml", ranks=2, key
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_length": 128, "packing": False}
     kind = KINDS[script](model_name_or_path=str(folder), **{**values, **arguments})
     yaml = dataclasses.asdict(read_hook_config(str(CONFIGS / config)))
-    return Request(script, dataclasses.asdict(kind), {**yaml, **dict(keys)}, ranks, not padded)
+    return Request(script, script, dataclasses.asdict(kind), {**yaml, **dict(keys)}, ranks, not padded)
 
 
 def layouts(folder):
@@ -76,6 +78,8 @@ def layouts(folder):
     found["reduced each time"] = request_of(folder, config="mem_limit.yaml", gradient_accumulation_steps=2, ranks=3)
     found["selective, padded"] = request_of(folder, keys={"hook_checkpoint_mode": "selective"}, padded=True)
     found["packed"] = request_of(folder, packing=True)
+    found["inputs on the host"] = request_of(folder, keys={"fsdp_activation_checkpointing_offload": True})
+    found["uneven shards"] = request_of(folder, ranks=7)
     return found
 
 
@@ -149,6 +153,62 @@ def test_offloaded_state_is_on_the_host_and_the_rest_is_not(truths):
     assert one["host"] == pytest.approx(moments, rel=0.01)
     assert one["parts"].get("optimizer state", 0) < 0.01 * moments
     assert one["peak"] < one["peak_with_host"] <= one["peak"] + one["host"]
+
+
+def test_inputs_of_recomputed_blocks_are_on_the_host(truths):
+    """3 blocks of 2 x 128 tokens x 256 values in bf16, and what came before them."""
+    plain, one = truths["1 block, recompute all, bf16, full, plain"], truths["inputs on the host"]
+    inputs = 3 * 2 * 128 * 256 * 2
+    assert inputs <= one["host"] < 1.1 * inputs and plain["host"] == 0
+    assert one["counts"]["host copied"] == one["host"]
+
+
+def test_copy_of_a_script_is_planned_under_its_own_name(folder, tmp_path, monkeypatch):
+    shutil.copy(RECIPES / "finetune_mem_limit.py", tmp_path / "train_ours.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ours = request_of(folder, "finetune_mem_limit.py", "mem_limit.yaml")
+    copied = plan_step(dataclasses.replace(ours, script="train_ours.py"))
+    assert dataclasses.replace(copied, seconds=0) == dataclasses.replace(plan_step(ours), seconds=0)
+    assert not any("finetune_mem_limit.py" in name for name, _ in changes(dataclasses.replace(ours, script="a.py")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (GPT2Config, {}, "the longest row has 128 tokens, but this model has 64 positions: --max_length 64"),
+        (GPTBigCodeConfig, {"packing": True, "attn_implementation": "flash_attention_2"}, "documents see each other"),
+    ],
+)
+def test_what_a_run_would_refuse_a_plan_refuses(tmp_path, kind, values, message):
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 64 if not values else 512}
+    kind(**sizes, dtype="bfloat16").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"This cannot be planned: .*{message}"):
+        plan_step(request_of(tmp_path, **values))
+
+
+def test_packed_rows_take_flash_attention_where_the_script_would_choose_it(tmp_path):
+    def arguments(**values):
+        return PerformanceArguments(per_device_train_batch_size=1, **values)
+
+    def settled(values, dtype="bf16", kind="llama"):
+        settle_attention(values, dtype, CONFIG_MAPPING[kind]())
+        return values.attn_implementation
+
+    assert settled(arguments()) == "flash_attention_2"
+    assert settled(arguments(), "fp32") is None and settled(arguments(packing=False)) is None
+    assert settled(arguments(), kind="gpt_bigcode") is None  # documents would see each other
+    assert settled(arguments(attn_implementation="sdpa")) == "sdpa"
+    assert settled(KINDS["finetune.py"](packing=True)) is None
+
+
+def test_host_memory_is_what_loading_offload_and_a_saved_copy_need(folder):
+    request = request_of(folder, "finetune_performance.py", "performance.yaml", ranks=4, packing=False)
+    found = make_plan(request, "copied").host
+    parameters = 3 * (256 * (256 + 128 * 2 + 256) + 3 * 256 * 704 + 2 * 256) + 2 * 4096 * 256 + 256
+    assert found["weights mapped while loading (page cache)"] == pytest.approx(parameters * 2 / GIB)
+    assert found["copy of the state while it is saved"] == pytest.approx(parameters * 12 / GIB)  # all 4 ranks
+    request = request_of(folder, "finetune_performance.py", "performance.yaml", async_save=False)
+    assert "copy of the state while it is saved" not in make_plan(request, "not copied").host
 
 
 def test_a_plan_is_printed_and_written(folder, tmp_path, capsys):
@@ -273,6 +333,12 @@ def test_search_finds_the_largest_batch_that_fits(folder, limit):
     planner = pretend(lambda request: request.arguments["per_device_train_batch_size"] / limit * 10.0)
     value, plan_of_it = largest(request_of(folder), "per_device_train_batch_size", planner)
     assert limit - limit // 16 <= value <= limit and plan_of_it.verdict == "fits"
+
+
+def test_search_ends_where_the_model_does(folder):
+    """Learned positions: rows beyond them cannot be planned, and whatever was planned before fits."""
+    planner = pretend(lambda request: 1.0 if request.arguments["max_length"] <= 1024 else None)
+    assert largest(request_of(folder), "max_length", planner)[0] == 1024
 
 
 def test_search_says_that_nothing_fits(folder):

@@ -2,7 +2,11 @@
 
 import gzip
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -40,6 +44,7 @@ from tiny_models import tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
 
 SAMPLE = RECIPES / "sample"
 CPU = torch.device("cpu")
@@ -324,6 +329,20 @@ def test_model_flops_of_eager_attention_and_of_a_loss_in_chunks_are_the_same():
     assert row_flops(model, chunked_micro_batch_loss, batch, CPU) == llama_flops(24) - 3 * 2 * 32 * 96
 
 
+def test_attention_that_no_formula_is_known_for_is_counted_as_torchs_own():
+    def flash(*_, **__):
+        raise AssertionError("its kernels hide what they compute")
+
+    AttentionInterface.register("uncounted", flash)
+    model = tiny_llama().train()
+    model.config.use_cache = False
+    model.set_attn_implementation("uncounted")
+    ids = torch.randint(1, 96, (1, 24))
+    per_token, squared = count_flops(model, micro_batch_loss, {"input_ids": ids, "labels": ids}, CPU)
+    assert per_token * 24 + squared * 24**2 == pytest.approx(llama_flops(24))
+    assert model.config._attn_implementation == "uncounted"
+
+
 def test_counting_leaves_no_gathered_parameters_behind():
     """The root is not resharded after forward: a clip or a step would see plain copies."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -480,6 +499,20 @@ def test_compare_runs_each_setting_and_takes_no_memory_left_for_an_answer(tmp_pa
     assert 0.5 < coarser["memory_gib"] / asked["memory_gib"] < 2
     assert {path.name for path in folder.iterdir()} == {"profile"}  # nothing was trained that is kept
     assert not (folder / "profile" / "compare" / "run").exists()
+
+
+def test_interrupted_comparison_saves_nothing_and_leaves_nothing(tmp_path):
+    """Ctrl-C reaches the whole group of processes; the run that is measured would save a checkpoint."""
+    words = [*arguments_for(tmp_path, "--profile_compare", 500), "--accelerate_config", CONFIGS / "default.yaml"]
+    inner = tmp_path / "profile" / "compare" / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, RECIPES / "finetune.py", *map(str, words)]
+    with subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL) as process:
+        while not (inner / "metrics.jsonl").is_file() and process.poll() is None:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) != 0
+    assert not inner.exists() and not list(tmp_path.rglob("checkpoint-*"))
 
 
 def test_profile_arguments_are_checked():

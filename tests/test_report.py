@@ -259,6 +259,27 @@ def test_folder_that_is_no_run_is_named(tmp_path, monkeypatch):
         report.write_report(run)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("run.json", '{"arguments": 5}'), ("wrap_report.json", '{"units": 3}'), ("plan.json", '{"step": {"peak": "a"}}')],
+)
+def test_damaged_values_are_one_line_and_no_traceback(tmp_path, monkeypatch, name, content):
+    run = write_run(tmp_path / "run", [{"step": 1, "loss": 3.0}])
+    with (run / "metrics.jsonl").open("ab") as lines:
+        lines.write(b'\xff\xfe\n{"step": "two", "loss": 1}\n')
+    diagnosed(run, monkeypatch)
+    assert "loss | 3 (step 1)" in (run / "report.md").read_text()
+    (run / name).write_text(content)
+    with pytest.raises(SystemExit) as stopped:
+        diagnosed(run, monkeypatch)
+    assert stopped.value.code.startswith(f"Error: {run}: run.json, wrap_report.json or plan.json holds other values")
+
+
+def diagnosed(run, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["diagnose.py", str(run)])
+    diagnose.main()
+
+
 def test_memory_counts_live_tensors_and_the_process():
     before = metrics.memory(torch.device("cpu"))
     held = torch.ones(2**27)  # 512 MiB: more than the process has to spare
