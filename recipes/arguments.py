@@ -6,12 +6,16 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import yaml
 from argument_checks import check_arguments
-from transformers import HfArgumentParser, SchedulerType
+from transformers import HfArgumentParser
 
+# Of transformers' schedules those that need warm-up and length alone; the others take arguments of their own.
+SCHEDULES = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
 IN_THE_YAML = {  # arguments of TrainingArguments whose place here is the Accelerate YAML
     "bf16": "mixed_precision: bf16",
     "fp16": "mixed_precision: fp16",
@@ -81,7 +85,7 @@ class FinetuneArguments:
     num_train_epochs: float = 3.0
     max_steps: int = field(default=-1, metadata={"help": "Optimizer steps; overrides num_train_epochs if positive."})
     learning_rate: float = 2e-5
-    lr_scheduler_type: SchedulerType = SchedulerType.LINEAR
+    lr_scheduler_type: SCHEDULES = "linear"
     warmup_steps: float = field(default=0.0, metadata={"help": "Optimizer steps; below 1 a share of all steps."})
     weight_decay: float = 0.0
     adam_beta1: float = 0.9

@@ -23,8 +23,8 @@ from arguments import KINDS, QuietParser, parse_arguments
 from hook_config import read_hook_config
 from plan_advice import AT_ONCE, SMALLEST, advise, largest
 from plan_report import as_json, comparison, text, write_report
-from planned_step import Request
-from planning import OUTSIDE_GIB, Plan, capacity_gib, make_plan, make_request, named
+from planned_step import Request, make_request
+from planning import OUTSIDE_GIB, Plan, capacity_gib, make_plan, named
 from roofline import ASSUMPTIONS, DEFAULT_GPU, GPUS
 from tqdm import tqdm
 

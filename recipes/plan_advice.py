@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from planned_step import Request
-from planning import GIB, Plan, make_plan, make_request
+from planned_step import Request, make_request
+from planning import GIB, Plan, make_plan
 
 CHUNKS = "finetune_mem_limit.py"
 ANOTHER_JOB = ("--max_length", "--num_processes")  # change what is trained, or what it costs to hire

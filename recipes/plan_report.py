@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from planning import GIB, Plan, capacity_gib, make_plan, make_request, named
+from planning import GIB, Plan, plan_run
 from roofline import ASSUMPTIONS
 
 COLOURS = ("#1b4f72", "#2e86c1", "#5dade2", "#f39c12", "#f8c471", "#a04000", "#27ae60", "#82e0aa")
@@ -160,8 +160,7 @@ def dry_run(arguments: Any, config: Any, script: str, num_processes: int) -> str
     Raises:
         ValueError: it cannot be planned, with the reason.
     """
-    request = make_request(arguments, config, script, num_processes)
-    plan = make_plan(request, named(request, config), capacity_gib())
+    plan = plan_run(arguments, config, script, num_processes)
     write_report([plan], Path(arguments.output_dir))
     return f"{text(plan)}\nnote: {ASSUMPTIONS}\nplan: {arguments.output_dir}/plan.md"
 

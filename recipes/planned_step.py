@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+from arguments import KINDS
 from hook_config import HookConfig, check_combinations
 
 
@@ -62,6 +64,24 @@ class PlannedStep:
     state: int = 0  # parameter, gradient and optimizer shards, wherever they lie
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0  # that planning took
+
+
+def make_request(
+    arguments: Any,
+    config: Any,
+    script: str,
+    num_processes: int | None,
+    equal_lengths: bool = False,
+) -> Request:
+    """What to trace. Rows of a micro-batch of several are padded unless it is said that they are of equal length."""
+    ranks = num_processes or config.num_processes or yaml_processes(config)
+    kind = next(name for name, kind in reversed(KINDS.items()) if isinstance(arguments, kind))  # the base comes last
+    return Request(script, kind, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
+
+
+def yaml_processes(config: Any) -> int:
+    """num_processes of the YAML."""
+    return int(yaml.safe_load(Path(config.path).read_text(encoding="utf-8")).get("num_processes") or 1)
 
 
 def plan_step(request: Request) -> PlannedStep:

@@ -1,15 +1,11 @@
 """A plan: a traced step beside the memory that there is, and an estimate of its time."""
 
-import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from arguments import KINDS
-from planned_step import PlannedStep, Request, plan_step
+from planned_step import PlannedStep, Request, make_request, plan_step
 from roofline import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, step_seconds
 
 GIB = 2**30
@@ -61,24 +57,6 @@ class Plan:
         return self.tokens / self.seconds["step"]
 
 
-def make_request(
-    arguments: Any,
-    config: Any,
-    script: str,
-    num_processes: int | None,
-    equal_lengths: bool = False,
-) -> Request:
-    """What to trace. Rows of a micro-batch of several are padded unless it is said that they are of equal length."""
-    ranks = num_processes or config.num_processes or yaml_processes(config)
-    kind = next(name for name, kind in reversed(KINDS.items()) if isinstance(arguments, kind))  # the base comes last
-    return Request(script, kind, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
-
-
-def yaml_processes(config: Any) -> int:
-    """num_processes of the YAML."""
-    return int(yaml.safe_load(Path(config.path).read_text(encoding="utf-8")).get("num_processes") or 1)
-
-
 def named(request: Request, config: Any) -> str:
     """The plan's title."""
     a = request.arguments
@@ -117,6 +95,12 @@ def make_plan(
     return Plan(name, step, outside, capacity, seconds, rows * arguments["max_length"], host)
 
 
+def plan_run(arguments: Any, config: Any, script: str, num_processes: int) -> Plan:
+    """The plan of a script's own arguments on this machine's GPU. Raises ValueError as make_plan does."""
+    request = make_request(arguments, config, script, num_processes)
+    return make_plan(request, named(request, config), capacity_gib())
+
+
 def capacity_gib(gpu_memory: str | None = None, gpu: str | None = None) -> float | None:
     """GiB of a GPU, None where nothing says it."""
     if gpu_memory is not None:
@@ -124,4 +108,6 @@ def capacity_gib(gpu_memory: str | None = None, gpu: str | None = None) -> float
         return size * 1e9 / GIB if gpu_memory.endswith("GB") else size
     if gpu is not None:
         return GPUS[gpu].memory_gib
+    import torch  # here: a plan for another machine needs it in its process alone
+
     return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None

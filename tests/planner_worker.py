@@ -25,6 +25,8 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 from trace_step import Ready, local, ready, run_step
 
+# Gloo's own buffers; and the scratch of a CPU kernel that pads uneven shards before a reduction (CUDA's has none).
+NOT_OURS = ("c10d::", "_c10d_functional::", "gloo:", "aten::_chunk_cat")
 STEPS = 3  # over gloo, whose threads may free a buffer sooner or later: the middle one counts
 
 
@@ -96,7 +98,7 @@ def collect(event, is_gloos: bool, found: list[tuple[int, int, int, bool]]) -> N
     """(time, address, bytes, whether inside a collective) of each allocation and, with negative bytes, each free."""
     if isinstance(event.extra_fields, _ExtraFields_Allocation):
         found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, is_gloos))
-    is_gloos = is_gloos or event.name.startswith(("c10d::", "_c10d_functional::", "gloo:"))
+    is_gloos = is_gloos or event.name.startswith(NOT_OURS)
     for child in event.children:
         collect(child, is_gloos, found)
 

@@ -3,11 +3,13 @@
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
-from arguments import FinetuneArguments, parse_arguments, read_arguments_file
+from arguments import SCHEDULES, FinetuneArguments, parse_arguments, read_arguments_file
+from optimizer import make_scheduler
 
 NAMED = ["--model_name_or_path", "a_model", "--dataset_name", "some_rows.jsonl"]
 SAMPLE = Path(__file__).parent.parent / "recipes" / "sample"
@@ -151,11 +153,21 @@ def test_value_of_the_wrong_type_names_the_argument_and_does_not_exit(argv: list
     assert "--help" in message
 
 
-def test_wrong_scheduler_is_refused_with_the_choices() -> None:
-    message = error_of([*NAMED, "--lr_scheduler_type", "cosin"])
-    assert "cosin" in message
-    assert "cosine" in message
-    assert "linear" in message
+@pytest.mark.parametrize("name", ["cosin", "warmup_stable_decay"])  # no schedule; one with arguments of its own
+def test_wrong_scheduler_is_refused_with_the_choices(name: str) -> None:
+    message = error_of([*NAMED, "--lr_scheduler_type", name])
+    assert f"'{name}'" in message and "'cosine'" in message and "'linear'" in message
+
+
+@pytest.mark.parametrize("name", get_args(SCHEDULES))
+def test_schedule_needs_warm_up_and_length_alone(name: str) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler, rates = make_scheduler(optimizer, name, 2, 8), []
+    for _ in range(8):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) == pytest.approx(0.1) and all(rate >= 0 for rate in rates)
 
 
 def test_scheduler_is_read_by_name() -> None:

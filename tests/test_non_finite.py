@@ -136,10 +136,11 @@ def test_held_out_row_that_alone_is_not_finite_is_named(rows, tmp_path):
     data.mkdir()
     shutil.copy(rows, data / "train.jsonl")
     lines = (SAMPLE / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:4]
-    lines[2] = lines[2].replace("Deliver", "^ Deliver")
+    lines[2] = lines[2].replace("I w", "^ I w")
     (data / "test.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (token,) = tokenizer("^", add_special_tokens=False)["input_ids"]
-    assert token not in tokenizer(rows.read_text(encoding="utf-8"))["input_ids"]
+    (token,) = tokenizer("^")["input_ids"]
+    assert token in tokenizer(lines[2])["input_ids"]
+    assert not any(token in tokenizer(line)["input_ids"] for line in rows.read_text(encoding="utf-8").splitlines())
 
     def change(weights):
         weights["model.embed_tokens.weight"][token] = torch.inf
@@ -148,7 +149,7 @@ def test_held_out_row_that_alone_is_not_finite_is_named(rows, tmp_path):
     done = run(data, model, tmp_path / "out", "--per_device_eval_batch_size", 1, "--max_new_tokens", 1, steps=2)
     assert not any(done.codes), done.output[-3000:]
     said = "note: the evaluation's loss is not finite in 1 of 4 batches (rank 0, test rows [2])"
-    assert done.output.count(said) == done.output.count("the evaluation's loss") == 2  # before and after
+    assert done.output.count(said) == done.output.count("the evaluation's loss") == 2
     assert all(row["loss"] is not None for row in metrics(tmp_path / "out").values())
 
 

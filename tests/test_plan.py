@@ -157,7 +157,7 @@ def test_offloaded_state_is_on_the_host_and_the_rest_is_not(truths):
 
 def test_inputs_of_recomputed_blocks_are_on_the_host(truths):
     """3 blocks of 2 x 128 tokens x 256 values in bf16, and what came before them."""
-    plain, one = truths["1 block, recompute all, bf16, full, plain"], truths["inputs on the host"]
+    plain, one = truths["1 block, recompute all, fp32, full, plain"], truths["inputs on the host"]
     inputs = 3 * 2 * 128 * 256 * 2
     assert inputs <= one["host"] < 1.1 * inputs and plain["host"] == 0
     assert one["counts"]["host copied"] == one["host"]
