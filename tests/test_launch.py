@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from in_process import Run
+from launcher_config import find_launch
 from launching import CONFIGS, ROOT, accelerate_launch, run, torchrun
 
 WORKER = ROOT / "tests" / "launch_worker.py"
@@ -83,21 +84,21 @@ def test_torchrun_and_plain_python_take_the_same_path():
     }
 
 
-def test_environment_variable_names_the_yaml_for_torchrun():
-    seen = found(torchrun(WORKER, processes=1, RECIPES_ACCELERATE_CONFIG=str(CONFIGS / "mem_limit.yaml")))
-    assert seen["found_by"] == "RECIPES_ACCELERATE_CONFIG" and seen["keys"]["hook_wrap_embeddings"]["value"] is True
+def test_environment_variable_names_the_yaml_for_torchrun(monkeypatch):
+    monkeypatch.setenv("RECIPES_ACCELERATE_CONFIG", str(CONFIGS / "mem_limit.yaml"))
+    launch = find_launch(None)
+    assert launch.found_by == "RECIPES_ACCELERATE_CONFIG" and launch.path == str(CONFIGS / "mem_limit.yaml")
 
 
 def test_no_yaml_is_one_error_with_the_right_commands(tmp_path):
-    (error,) = errors(torchrun(WORKER))
-    _, output = ranks(tmp_path, world_size=0, config=None)
+    (error,), output = ranks(tmp_path, config=None)
     assert "no Accelerate YAML was found" in error
     assert "accelerate launch --config_file" in output and "torchrun --nproc_per_node" in output
 
 
 def test_fsdp_flags_without_a_yaml_are_refused(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--use_fsdp"]
-    command += ["--fsdp_version", "2", "--num_processes", "2", "--mixed_precision", "no", str(WORKER)]
+    command += ["--fsdp_version", "2", "--num_processes", "1", "--mixed_precision", "no", str(WORKER)]
     (error,) = errors(run(command, HF_HOME=str(tmp_path)))
     assert "FSDP is on, but no Accelerate YAML was found" in error
 
@@ -112,10 +113,9 @@ def test_yaml_problems_are_printed_once_and_all_together(tmp_path):
     config = changed_yaml(
         tmp_path / "bad.yaml", hook_wrap_blocks_per_unit=0, hook_prefetch_unit=2, fsdp_ofload_params=True
     )
-    done = accelerate_launch(WORKER, config=config)
-    (error,) = errors(done)
-    assert done.stdout.count("hook_wrap_blocks_per_unit: found 0") == 2  # once by rank 0, once in the launcher's end
-    assert "did you mean hook_prefetch_units?" in done.stdout and "did you mean fsdp_offload_params?" in done.stdout
+    (error,), output = ranks(tmp_path, config=config)
+    assert output.count("hook_wrap_blocks_per_unit: found 0") == 1
+    assert "did you mean hook_prefetch_units?" in output and "did you mean fsdp_offload_params?" in output
     assert str(config) in error
 
 
