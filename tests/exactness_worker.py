@@ -100,6 +100,7 @@ class Cell:
     tied: bool = False
     extra: tuple[tuple[str, object], ...] = ()
     reduce_dtype: str = "fp32"
+    layers: int = 4
 
     @property
     def name(self) -> str:
@@ -138,19 +139,20 @@ def grid() -> list[Cell]:
     cells += [Cell(wrap, "every", "bf16", training, 1, extra=norms) for wrap in wraps for training in ("full", "lora")]
     cells += [Cell("embeddings", "every", "bf16", tied=True, extra=norms)]
     cells += [Cell("embeddings", "every", "bf16", "full", accumulation, reduce_dtype="bf16") for accumulation in (1, 3)]
-    return cells
+    return [dataclasses.replace(cell, layers=3) for cell in cells]  # two blocks per unit: the last unit has one
 
 
 def make_model(cell: Cell) -> torch.nn.Module:
     """The same weights on every rank. Attention dropout stays off; LoRA brings its own."""
-    return copy.deepcopy(built_model(cell.tied, cell.dtype if cell.training == "lora" else "fp32", cell.training))
+    dtype = cell.dtype if cell.training == "lora" else "fp32"
+    return copy.deepcopy(built_model(cell.tied, dtype, cell.training, cell.layers))
 
 
 @functools.cache
-def built_model(tied: bool, dtype: str, training: str) -> torch.nn.Module:
+def built_model(tied: bool, dtype: str, training: str, layers: int) -> torch.nn.Module:
     """Each kind is built once: adding adapters takes longer than a step."""
     set_seed(0)
-    model = tiny_llama(tied=tied)
+    model = tiny_llama(tied, layers)
     model.config.use_cache = False
     model = model.to(DTYPES[dtype])
     arguments = FinetuneArguments(model_name_or_path="", use_peft=training == "lora", lora_r=4, lora_alpha=8)

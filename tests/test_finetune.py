@@ -135,7 +135,7 @@ def test_learning_rate_depends_on_the_step_alone(default_run):
 def test_other_scenarios_learn_the_sample_too(name, tmp_path):
     sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
     sample += ["--dataset_name", SAMPLE / "data", "--predict_with_generate", "false", "--eval_steps", 0]
-    trained(tmp_path, *sample, "--max_steps", 24, config=CONFIGS / f"{name}.yaml")
+    trained(tmp_path, *sample, "--max_steps", 16, config=CONFIGS / f"{name}.yaml")
     before, after = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     assert after < 0.5 * before
     report = json.loads((tmp_path / "wrap_report.json").read_text())
@@ -225,7 +225,7 @@ def test_bad_row_ends_both_ranks_with_one_message_and_a_preview_trains_nothing(t
 
 def test_packed_run_learns_and_its_report_counts_rows(tmp_path):
     sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
-    packed = ["--packing", "--max_length", 512, "--per_device_train_batch_size", 1, "--max_steps", 24]
+    packed = ["--packing", "--max_length", 512, "--per_device_train_batch_size", 1, "--max_steps", 16]
     packed += ["--predict_with_generate", "false", "--eval_steps", 0]
     output = trained(tmp_path, *sample, "--dataset_name", SAMPLE / "data", *packed)
     assert "packing: 3,600 rows into 418 rows" in output
