@@ -25,7 +25,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
     names = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_", "RECIPES_", "TORCHELASTIC_")
     exact = {"PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(names) and k not in exact}
-    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", **variables}
 
 
 def run(command: list[str], cwd: Path = ROOT, timeout_s: int = 240, **variables: str) -> subprocess.CompletedProcess:
