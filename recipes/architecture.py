@@ -82,7 +82,7 @@ def check_architecture(config: PreTrainedConfig, packing: bool) -> None:
         return
     uses_flash = str(config._attn_implementation or "").startswith("flash")
     plain = copy.deepcopy(config)
-    plain._attn_implementation = "sdpa" if uses_flash else config._attn_implementation
+    plain._attn_implementation = None if uses_flash else config._attn_implementation  # None: what the family has
     try:
         isolation = flash_isolation(plain) if uses_flash else packed_isolation(build_tiny_model(plain))
     except Exception as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from report import write_report
 from report_comparison import compare_runs_report
+from run_files import read_run
 
 
 def main() -> None:
@@ -21,16 +22,21 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, help="Where to write, if not in the folder (of several: not here).")
     arguments = parser.parse_args()
     try:
+        for folder in arguments.folders:
+            read_run(folder)
+    except (ValueError, OSError) as error:  # names the file
+        sys.exit(f"Error: {error}")
+    try:
         if len(arguments.folders) == 1:
             print(write_report(arguments.folders[0], arguments.output_dir))
         else:
             print(compare_runs_report(arguments.folders, arguments.output_dir or Path(".")))
-    except (ValueError, OSError, ImportError) as error:
+    except (OSError, ImportError) as error:
         sys.exit(f"Error: {error}")
-    except (KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever a damaged file makes of the arithmetic
         folders = ", ".join(map(str, arguments.folders))
-        what = "run.json, wrap_report.json or plan.json holds other values than a run writes"
-        sys.exit(f"Error: {folders}: {what} ({type(error).__name__}: {error}); mend that file or move it away")
+        what = "a file there holds other values than a run writes: run.json, wrap_report.json, plan.json, metrics.jsonl"
+        sys.exit(f"Error: {folders}: {what} ({type(error).__name__}: {error}); mend it or move it away")
 
 
 if __name__ == "__main__":

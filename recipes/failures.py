@@ -1,6 +1,7 @@
 """When the training loop fails on a rank: say rank, step, place and cause, last on the screen, and end."""
 
 import contextlib
+import signal
 import sys
 import time
 import traceback
@@ -16,14 +17,15 @@ from memory_diagnosis import explain_out_of_memory
 from torch import nn
 
 OF_A_PEER = ("gloo/transport", "NCCL", "DistBackendError", "remote process exited")  # how another rank's end shows here
+WAIT_S = 10  # how long the other ranks leave rank 0 to print an error that all of them met
 # Function names on the stack, innermost first, that say where in a step it happened.
 PLACES = (
+    ("reading the data", ("stream_steps", "training_steps", "fetch_ahead")),
     ("saving", ("save", "write_state")),
     ("evaluation", ("evaluate", "greedy_answers")),
     ("clipping", ("clip_grad_norm",)),
     ("the optimizer's step", ("adamw", "_fused_adamw", "take_back", "send", "optimizer_step")),
     ("gathering a unit", ("foreach_all_gather", "unshard", "foreach_all_gather_copy_out")),
-    ("reading the data", ("stream_steps", "training_steps", "fetch_ahead")),
     ("logits and loss", ("token_loss_sum", "cross_entropy", "chunk_loss")),
     ("backward", ("_engine_run_backward", "backward")),
     ("forward", ("forward",)),
@@ -48,7 +50,10 @@ def explained_failures(
     try:
         yield
     except SystemExit as error:
-        if isinstance(error.code, str):  # this rank ends by itself, and has said why
+        if isinstance(error.code, str):  # this rank ends by itself, and says why
+            if accelerator.process_index:  # rank 0 may have met the same: the launcher ends this one before it speaks
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(WAIT_S)
             hand_on(error.code.strip().removeprefix("Error: "), arguments.output_dir, accelerator.process_index)
         raise
     except Exception as error:

@@ -133,7 +133,7 @@ def countable_attention(model: nn.Module) -> Iterator[None]:
     is_known = chosen in ("eager", "sdpa", None)
     try:
         if not is_known:
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         yield
     finally:
         if not is_known:

@@ -115,7 +115,11 @@ def check_rows(model: nn.Module, *data_sets: Dataset | None) -> None:
             ids = batch["input_ids"].combine_chunks()
             longest = max(longest, int(np.diff(ids.offsets.to_numpy()).max()))
             largest = max(largest, int(ids.flatten().to_numpy().max()))
-    check_positions(model, longest)
+    limit = learned_positions(model)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"the longest row has {longest} tokens, but this model has {limit} positions: --max_length {limit}"
+        )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if largest >= vocabulary:
         raise ValueError(
@@ -124,16 +128,13 @@ def check_rows(model: nn.Module, *data_sets: Dataset | None) -> None:
         )
 
 
-def check_positions(model: nn.Module, longest: int) -> None:
-    """Raise ValueError for rows longer than a learned position table."""
+def learned_positions(model: nn.Module) -> int | None:
+    """Length of a learned position table, None for a model without one (a rotary model may go beyond its length)."""
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     is_learned = limit is not None and any(size in range(limit, limit + 4) and size != vocabulary for size in tables)
-    if is_learned and longest > limit:
-        raise ValueError(
-            f"the longest row has {longest} tokens, but this model has {limit} positions: --max_length {limit}"
-        )
+    return limit if is_learned else None
 
 
 def saved_dtype(model: nn.Module) -> torch.dtype:

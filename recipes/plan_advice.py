@@ -25,8 +25,10 @@ KNOBS = {
     "the optimizer's step": ("hook_offload_optimizer", "fsdp_offload_params", "--num_processes"),
     "evaluation": (),
     "saving": (),
+    "reading the data": (),
 }
 ADVICE = {
+    "reading the data": "it is host memory: fewer --dataloader_num_workers, --streaming, fewer ranks on a machine",
     "evaluation": "lower --per_device_eval_batch_size",
     "saving": "leave --async_save off (it copies the state to the host), or save less often",
 }
@@ -159,7 +161,8 @@ def next_knobs(place: str, arguments: Any, hook_config: Any, script: str, num_pr
 
 
 def largest(request: Request, name: str, planner: Planner) -> tuple[int, Plan | None]:
-    """The largest value of an argument that fits, to a 16th of it, and its plan; 0 where not even the smallest does.
+    """The largest value of an argument that is allowed and fits, to a 16th of it, and its plan; 0 where not even the
+    smallest does.
 
     Raises:
         ValueError: a value cannot be planned.
@@ -169,14 +172,15 @@ def largest(request: Request, name: str, planner: Planner) -> tuple[int, Plan | 
 
     def does_fit(value: int) -> bool:
         changed = dataclasses.replace(request, arguments={**request.arguments, name: value})
-        plan = planner(changed, f"--{name} {value}")
-        if plan is None and fits:  # the model itself ends there, as the planner has said
+        if not changed.is_allowed():
             return False
+        plan = planner(changed, f"--{name} {value}")
         if plan is None:
             raise ValueError(
                 f"--{name} {value} cannot be planned, so the search for the largest ends without an answer"
             )
-        if plan.verdict == "fits":
+        is_cut = name == "max_length" and plan.step.length < value  # the model has no more positions
+        if plan.verdict == "fits" and not is_cut:
             fits[value] = plan
         return value in fits
 

@@ -4,13 +4,21 @@ import contextlib
 import copy
 from typing import Any
 
+import torch
 from architecture import check_architecture, flash_isolation
-from transformers import PreTrainedConfig
+from model_loading import learned_positions
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+STAND_IN = "without_mask"
 
 
-def settle_attention(arguments: Any, compute_dtype: str, config: PreTrainedConfig) -> None:
-    """Put flash attention's name into `arguments` where finetune_performance.py would choose it by itself on a GPU
-    (block_kernels.use_kernels), with flash-attn installed.
+def settle_attention(arguments: Any, compute_dtype: str, model: nn.Module) -> None:
+    """Give a model the attention that a GPU with flash-attn would run, under its name in `arguments`: the named one, or
+    flash attention where finetune_performance.py chooses it by itself (block_kernels.use_kernels).
+
+    In flash attention's place stands torch's own without a mask, which keeps the same tensors.
 
     Raises:
         ValueError: packed documents would see each other.
@@ -18,12 +26,32 @@ def settle_attention(arguments: Any, compute_dtype: str, config: PreTrainedConfi
     chooses = hasattr(arguments, "torch_compile") and arguments.attn_implementation is None
     fits = arguments.packing and arguments.per_device_train_batch_size == 1 and compute_dtype in ("bf16", "fp16")
     with contextlib.suppress(Exception):  # a family of which no tiny model can be built
-        if chooses and fits and flash_isolation(config) == "isolated":
+        if chooses and fits and model._supports_flash_attn and flash_isolation(model.config) == "isolated":
             arguments.attn_implementation = "flash_attention_2"
     if arguments.packing:
-        as_run = copy.deepcopy(config)
-        as_run._attn_implementation = arguments.attn_implementation or config._attn_implementation
+        as_run = copy.deepcopy(model.config)
+        as_run._attn_implementation = arguments.attn_implementation or model.config._attn_implementation
         check_architecture(as_run, packing=True)
+    if uses_flash(arguments) and not model._supports_sdpa:  # whose own is eager: it holds T x T scores
+        AttentionInterface.register(STAND_IN, without_mask)
+        model.set_attn_implementation(STAND_IN)
+
+
+def without_mask(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention that keeps what flash attention keeps: sinks and soft caps, left out here, would keep no more."""
+    options = {name: kwargs[name] for name in ("scaling", "dropout") if name in kwargs}
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+def settle_length(arguments: Any, model: nn.Module) -> list[str]:
+    """Cut `max_length` to a table of learned positions, which no unpacked row goes beyond; returns the note on it."""
+    limit = learned_positions(model)
+    if arguments.packing or limit is None or arguments.max_length <= limit:
+        return []
+    arguments.max_length = limit
+    return [f"rows counted with {limit} tokens: the model has no more positions"]
 
 
 def reads_documents(arguments: Any) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from arguments import KINDS
+from arguments import KINDS, FinetuneArguments, check_arguments
 from hook_config import HookConfig, check_combinations
 
 
@@ -41,8 +41,14 @@ class Request:
         return HookConfig(**{**self.hook_config, **as_tuples})
 
     def is_allowed(self) -> bool:
-        """Whether the YAML's parser takes these keys together."""
-        return not check_combinations(self.config())
+        """Whether the YAML's parser takes these keys together, and the script's these arguments."""
+        return not check_combinations(self.config()) and not check_arguments(self.script_arguments())
+
+    def script_arguments(self) -> FinetuneArguments:
+        """The script's arguments."""
+        kind = KINDS[self.kind]
+        names = {one.name for one in dataclasses.fields(kind)}
+        return kind(**{name: value for name, value in self.arguments.items() if name in names})
 
 
 @dataclass
@@ -61,6 +67,7 @@ class PlannedStep:
     parameters: int = 0
     trainable: int = 0
     loaded: int = 0  # the model as it lies on disk
+    length: int = 0  # tokens of a row
     state: int = 0  # parameter, gradient and optimizer shards, wherever they lie
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0  # that planning took

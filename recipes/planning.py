@@ -92,7 +92,7 @@ def make_plan(
         host["offloaded, pinned"] = ranks * step.host / GIB
     if arguments["async_save"]:  # masters and moments, fp32
         host["copy of the state while it is saved"] = ranks * 12 * step.trainable / request.num_processes / GIB
-    return Plan(name, step, outside, capacity, seconds, rows * arguments["max_length"], host)
+    return Plan(name, step, outside, capacity, seconds, rows * step.length, host)
 
 
 def plan_run(arguments: Any, config: Any, script: str, num_processes: int) -> Plan:

@@ -6,8 +6,6 @@ packed) in itself; nothing waits for another rank.
 """
 
 import itertools
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from tqdm import tqdm
 WINDOW = 2000  # records read, tokenised and shuffled at a time
 ENOUGH_READ = 1000  # records after which the share of lost rows is judged, or at the end of the stream
 SHOWN = 5  # bad rows of a window that are listed
-WAIT_S = 10  # how long the other ranks leave rank 0 to print an error that all of them met
 
 TokenRow = dict[str, list[int]]
 Tokenised = tuple[list[TokenRow], Counter[str], list[str]]  # rows, what happened to how many, what is wrong with others
@@ -107,13 +104,7 @@ def describe_lost(counts: Counter[str], num_read: int) -> str:
 
 
 def stop(error: Exception, rank: int) -> NoReturn:
-    """End this rank with a message. Most errors meet all ranks; one that a single machine meets is printed as well.
-
-    Other ranks than the first wait before they print: the launcher ends them when rank 0 is gone, by a signal that the
-    script otherwise only notes.
-    """
-    if rank:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(WAIT_S)
+    """End this rank with a message. Most errors meet all ranks, and failures.py leaves rank 0 the first word; one that
+    a single machine meets is printed with its rank."""
     where = f"rank {rank}: " if rank else ""
     raise SystemExit(f"\nError: {where}{error}\n")

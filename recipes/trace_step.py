@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from allocator_replay import reserved_bytes
-from arguments import KINDS, FinetuneArguments
+from arguments import FinetuneArguments
 from as_on_gpu import offloading_seen, on_a_gpu, stand_in, use_experts_that_can_be_faked
 from chunked_loss import compute_loss_in_chunks
 from hook_activation_checkpointing import apply_activation_checkpointing, plan_activation_checkpointing
@@ -32,9 +32,9 @@ from hook_config import HookConfig
 from hook_wrap import apply_units, plan_units, reshard_all
 from launch import make_device_mesh
 from memory_trace import OTHER, MemoryTrace
-from model_loading import add_adapters, check_positions
+from model_loading import add_adapters
 from optimizer import check_optimizer, local, make_optimizer
-from planned_arguments import notes_on, reads_documents, settle_attention
+from planned_arguments import notes_on, reads_documents, settle_attention, settle_length
 from planned_step import PlannedStep, Request
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -64,7 +64,7 @@ def main() -> None:
 def run_step(request: Request) -> PlannedStep:
     """Build, warm up, and trace one step, here and now."""
     started = time.perf_counter()
-    arguments, config = arguments_of(request), request.config()
+    arguments, config = request.script_arguments(), request.config()
     with ready(request) as it:
         trace = MemoryTrace(it.model, it.optimizer, request.round_to, config.fsdp_offload_params)
         for value in (value for batch in it.batches for value in batch.values()):
@@ -90,6 +90,7 @@ def run_step(request: Request) -> PlannedStep:
             trainable=sum(p.numel() for p in it.model.parameters() if p.requires_grad),
             state=state,
             loaded=it.loaded,
+            length=it.batches[0]["labels"].shape[1],
             notes=it.notes,
             seconds=time.perf_counter() - started,
         )
@@ -115,7 +116,7 @@ def ready(request: Request) -> Iterator[Ready]:
 
     Runs in the process group that there is, or makes a fake one and leaves it behind.
     """
-    arguments, config = arguments_of(request), request.config()
+    arguments, config = request.script_arguments(), request.config()
     is_of_another_size = dist.is_initialized() and dist.get_world_size() != request.num_processes
     if is_of_another_size:
         dist.destroy_process_group()
@@ -126,14 +127,13 @@ def ready(request: Request) -> Iterator[Ready]:
     accelerator = stand_in(request.num_processes)
     mesh = make_device_mesh(accelerator)
     torch.manual_seed(0)
-    script = importlib.import_module(Path(request.script).stem)
+    script = imported(request.script)
     device = torch.device("meta" if request.is_fake else "cpu")
     with device:
         model = load_without_weights(arguments)
     size, loaded = sum(p.numel() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
-    check_positions(model, arguments.max_length)
-    settle_attention(arguments, config.hook_param_dtype, model.config)
-    notes = notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)
+    settle_attention(arguments, config.hook_param_dtype, model)
+    notes = [*settle_length(arguments, model), *notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)]
     with device:
         model = add_adapters(model, arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if request.is_fake else contextlib.nullcontext()
@@ -153,11 +153,12 @@ def ready(request: Request) -> Iterator[Ready]:
         yield Ready(model, optimizer, batches, partial(run, batches), test, size, loaded, notes)
 
 
-def arguments_of(request: Request) -> FinetuneArguments:
-    """The script's arguments."""
-    kind = KINDS[request.kind]
-    names = {one.name for one in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in request.arguments.items() if name in names})
+def imported(script: str) -> Any:
+    """The module of a script in this folder. Raises ValueError where its name is none that Python imports."""
+    try:
+        return importlib.import_module(Path(script).stem)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{script} is not imported by that name from {Path(__file__).parent}: {error}") from error
 
 
 def build(

@@ -1,5 +1,6 @@
 """A model of real size without its weights: from its config alone, on the meta device or on fake tensors."""
 
+import copy
 from typing import Any
 
 import torch
@@ -14,15 +15,14 @@ def load_without_weights(arguments: Any) -> nn.Module:
     source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
     config = AutoConfig.from_pretrained(arguments.model_name_or_path, **source)
     check_not_quantized(config)
-    attention = arguments.attn_implementation
-    if (attention or "").startswith("flash"):
-        attention = "sdpa"  # keeps the same tensors
-    model = AutoModelForCausalLM.from_config(
-        config,
-        dtype=config_dtype(config),
-        attn_implementation=attention,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    options = {"dtype": config_dtype(config), "trust_remote_code": arguments.trust_remote_code}
+    if (arguments.attn_implementation or "").startswith("flash"):  # stood in for, as planned_arguments.py says
+        try:
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa", **options)
+        except ValueError:  # a family without it
+            model = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation, **options)
     set_use_cache(model, False)
     return model.train()
 

@@ -4,14 +4,17 @@ The faults are real (faulty_run.py), on rank 1 of 2, through `accelerate launch`
 """
 
 import json
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import training_steps
-from failures import place_of
+from batches import fetch_ahead, training_steps
+from failures import WAIT_S, explained_failures, place_of
 from hang_watch import ENDED, end_if_apart
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, accelerate_launch
+from plan_advice import next_knobs
 
 SAMPLE = RECIPES / "sample"
 ARGUMENTS = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", SAMPLE / "data", "--max_steps", 3]
@@ -80,6 +83,31 @@ def test_place_of_a_row_that_cannot_be_read(error, place):
     assert place_of(caught.value, model) == place
     if isinstance(error, RuntimeError):  # its signal comes anywhere
         assert place_of(error, model) == place
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_leave_rank_0_the_first_word_on_what_all_met(tmp_path, monkeypatch, rank):
+    done = []
+    monkeypatch.setattr("failures.time.sleep", lambda seconds: done.append(seconds))
+    monkeypatch.setattr("failures.signal.signal", lambda *action: done.append(action))
+    monkeypatch.setattr("failures.tell_launcher", done.append)
+    accelerator, arguments = SimpleNamespace(process_index=rank), SimpleNamespace(output_dir=tmp_path)
+    with pytest.raises(SystemExit), explained_failures(accelerator, None, None, arguments, None, ""):
+        raise SystemExit("\nError: a.jsonl, line 7: is not JSON\n")
+    waits = [(signal.SIGTERM, signal.SIG_DFL), WAIT_S] if rank else []
+    assert done == [*waits, "a.jsonl, line 7: is not JSON"]
+    assert (tmp_path / f"failure-rank-{rank}.txt").read_text() == done[-1]
+
+
+def test_place_of_rows_that_cannot_be_sent_is_not_the_optimizers(monkeypatch):
+    """fetch_ahead's own function has the name of one of the optimizer's."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    steps = iter([([{"labels": torch.ones(1, 2, dtype=torch.long)}], {}, [])])
+    with pytest.raises(RuntimeError) as caught:
+        fetch_ahead(steps, torch.device("meta")).result()
+    assert place_of(caught.value, torch.nn.Linear(1, 1)) == "reading the data"
+    (advice,) = next_knobs("reading the data", None, None, "finetune.py", 2)
+    assert "--dataloader_num_workers" in advice
 
 
 def notes_of(folder, notes):

@@ -14,6 +14,7 @@ import non_finite
 import pytest
 import torch
 from batches import shuffled_order, split_rows
+from evaluation import say_non_finite
 from finite_hooks import find_non_finite
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES
@@ -148,9 +149,21 @@ def test_held_out_row_that_alone_is_not_finite_is_named(rows, tmp_path):
     model = changed_model(tmp_path / "model", change)
     done = run(data, model, tmp_path / "out", "--per_device_eval_batch_size", 1, "--max_new_tokens", 1, steps=2)
     assert not any(done.codes), done.output[-3000:]
-    said = "note: the evaluation's loss is not finite in 1 of 4 batches (rank 0, test rows [2])"
+    said = "note: the evaluation's loss is not finite in 1 of 4 batches (rank 0, test rows 2)"
     assert done.output.count(said) == done.output.count("the evaluation's loss") == 2
     assert all(row["loss"] is not None for row in metrics(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"), [([[0, 1], [4]], "look at the weights"), ([[0, 1], [2]], "rank 0, test rows 0, 1")]
+)
+def test_rows_are_not_blamed_for_weights_though_a_filler_has_no_loss(capsys, monkeypatch, rows, said):
+    """4 test rows; the number after them is a filler's."""
+    monkeypatch.setattr("evaluation.dist.get_world_size", lambda: 1)
+    monkeypatch.setattr("evaluation.dist.all_gather_object", lambda ranks, mine: ranks.__setitem__(0, mine))
+    losses = [torch.tensor([torch.nan, 7.0]), torch.tensor([0.0, 0.0 if rows[1] == [4] else 3.0])]
+    say_non_finite(losses, SimpleNamespace(batch_sampler=rows), SimpleNamespace(is_main_process=True))
+    assert said in capsys.readouterr().out
 
 
 def token_of_one_row(rows, rank, step):

@@ -19,11 +19,11 @@ from arguments import KINDS, PerformanceArguments
 from hook_config import read_hook_config
 from launching import CONFIGS, RECIPES, ROOT
 from plan_advice import advise, changes, largest
-from planned_arguments import settle_attention
+from planned_arguments import STAND_IN, settle_attention
 from planned_step import PlannedStep, Request, plan_step
 from planning import GIB, Plan, capacity_gib, make_plan
 from roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
-from transformers import CONFIG_MAPPING, GPT2Config, GPTBigCodeConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 WORKER = Path(__file__).parent / "planner_worker.py"
 WRAPS = {
@@ -56,6 +56,7 @@ def folder(tmp_path_factory):
 def request_of(folder, script="finetune.py", config="default.yaml", ranks=2, keys=(), padded=False, **arguments):
     """A request as plan.py makes it."""
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_length": 128, "packing": False}
+    values["dataset_name"] = "none"
     kind = KINDS[script](model_name_or_path=str(folder), **{**values, **arguments})
     yaml = dataclasses.asdict(read_hook_config(str(CONFIGS / config)))
     return Request(script, script, dataclasses.asdict(kind), {**yaml, **dict(keys)}, ranks, not padded)
@@ -172,33 +173,57 @@ def test_copy_of_a_script_is_planned_under_its_own_name(folder, truths, tmp_path
     assert not any("finetune_mem_limit.py" in name for name, _ in changes(dataclasses.replace(ours, script="a.py")))
 
 
-@pytest.mark.parametrize(
-    ("kind", "values", "message"),
-    [
-        (GPT2Config, {}, "the longest row has 128 tokens, but this model has 64 positions: --max_length 64"),
-        (GPTBigCodeConfig, {"packing": True, "attn_implementation": "flash_attention_2"}, "documents see each other"),
-    ],
-)
-def test_what_a_run_would_refuse_a_plan_refuses(tmp_path, kind, values, message):
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 64 if not values else 512}
-    kind(**sizes, dtype="bfloat16").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"This cannot be planned: .*{message}"):
-        plan_step(request_of(tmp_path, **values))
+@pytest.fixture
+def small(tmp_path):
+    """A function that saves a small config of a family."""
+
+    def save(family, **sizes):
+        common = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+        CONFIG_MAPPING[family](**common, **sizes, dtype="bfloat16").save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return save
 
 
-def test_packed_rows_take_flash_attention_where_the_script_would_choose_it(tmp_path):
+def test_packing_that_a_run_would_refuse_is_refused(small):
+    request = request_of(small("gpt_bigcode"), packing=True, attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match=r"This cannot be planned: .*packed documents see each other"):
+        plan_step(request)
+
+
+def test_rows_end_with_learned_positions_but_packed_rows_do_not(small):
+    """Positions restart with each document."""
+    folder = small("gpt2", max_position_embeddings=64)
+    cut, packed = (plan_step(request_of(folder, packing=packing)) for packing in (False, True))
+    assert cut.length == 64 and "rows counted with 64 tokens: the model has no more positions" in cut.notes
+    assert packed.length == 128 and not any("rows counted" in note for note in packed.notes)
+
+
+def test_packed_rows_take_flash_attention_where_the_script_would_choose_it(small):
+    def settled(arguments, dtype="bf16", family="llama"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small(family)))
+        settle_attention(arguments, dtype, model)
+        assert model.config._attn_implementation == (STAND_IN if family == "gemma2" else "sdpa")
+        return arguments.attn_implementation
+
     def arguments(**values):
         return PerformanceArguments(per_device_train_batch_size=1, **values)
 
-    def settled(values, dtype="bf16", kind="llama"):
-        settle_attention(values, dtype, CONFIG_MAPPING[kind]())
-        return values.attn_implementation
-
     assert settled(arguments()) == "flash_attention_2"
     assert settled(arguments(), "fp32") is None and settled(arguments(packing=False)) is None
-    assert settled(arguments(), kind="gpt_bigcode") is None  # documents would see each other
+    assert settled(arguments(), family="gpt_bigcode") is None  # documents would see each other
+    assert settled(arguments(), family="gemma2") == "flash_attention_2"  # which has no sdpa to stand in for it
+    assert settled(arguments(), family="gemma3_text") == "flash_attention_2"
     assert settled(arguments(attn_implementation="sdpa")) == "sdpa"
     assert settled(KINDS["finetune.py"](packing=True)) is None
+
+
+def test_family_without_flash_attention_is_not_counted_with_it(small, monkeypatch):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small("llama")))
+    monkeypatch.setattr(type(model), "_supports_flash_attn", False)
+    arguments = PerformanceArguments(per_device_train_batch_size=1)
+    settle_attention(arguments, "bf16", model)
+    assert arguments.attn_implementation is None and model.config._attn_implementation == "sdpa"
 
 
 def test_host_memory_is_what_loading_offload_and_a_saved_copy_need(folder, truths, monkeypatch):
@@ -263,7 +288,7 @@ def pretend(gib_of, speed_of=lambda request: 1.0, capacity=10.0):
         size = gib_of(request)
         if size is None:
             return None
-        step = PlannedStep(peak=int(size * GIB), reserved=int(size * GIB))
+        step = PlannedStep(peak=int(size * GIB), reserved=int(size * GIB), length=request.arguments["max_length"])
         return Plan(name, step, 0.0, capacity, {"step": 1 / speed_of(request)}, 1)
 
     return planner
@@ -337,10 +362,16 @@ def test_search_finds_the_largest_batch_that_fits(folder, limit):
     assert limit - limit // 16 <= value <= limit and plan_of_it.verdict == "fits"
 
 
-def test_search_ends_where_the_model_does(folder):
-    """Learned positions: rows beyond them cannot be planned, and whatever was planned before fits."""
-    planner = pretend(lambda request: 1.0 if request.arguments["max_length"] <= 1024 else None)
+def test_search_ends_where_the_model_or_the_script_does(folder):
+    """Learned positions; flash attention of packed rows, in micro-batches of one row."""
+
+    def planner(request, name):
+        step = PlannedStep(peak=1, reserved=1, length=min(request.arguments["max_length"], 1024))
+        return Plan(name, step, 0.0, 10.0, {"step": 1.0}, 1)
+
     assert largest(request_of(folder), "max_length", planner)[0] == 1024
+    packed = request_of(folder, packing=True, attn_implementation="flash_attention_2")
+    assert largest(packed, "per_device_train_batch_size", planner)[0] == 1
 
 
 def test_search_says_that_nothing_fits(folder):

@@ -329,11 +329,14 @@ def test_model_flops_of_eager_attention_and_of_a_loss_in_chunks_are_the_same():
     assert row_flops(model, chunked_micro_batch_loss, batch, CPU) == llama_flops(24) - 3 * 2 * 32 * 96
 
 
-def test_attention_that_no_formula_is_known_for_is_counted_as_torchs_own():
+@pytest.mark.parametrize("has_sdpa", [True, False])  # Gemma 2 has flash attention and no sdpa
+def test_attention_that_no_formula_is_known_for_is_counted_as_torchs_own(monkeypatch, has_sdpa):
     def flash(*_, **__):
         raise AssertionError("its kernels hide what they compute")
 
     AttentionInterface.register("uncounted", flash)
+    monkeypatch.setattr("transformers.LlamaForCausalLM._supports_sdpa", has_sdpa)
+    monkeypatch.setattr("transformers.LlamaModel._supports_sdpa", has_sdpa)
     model = tiny_llama().train()
     model.config.use_cache = False
     model.set_attn_implementation("uncounted")

@@ -261,7 +261,13 @@ def test_folder_that_is_no_run_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("run.json", '{"arguments": 5}'), ("wrap_report.json", '{"units": 3}'), ("plan.json", '{"step": {"peak": "a"}}')],
+    [
+        ("run.json", '{"arguments": 5}'),
+        ("run.json", '{"started": "2026-01-01T00:00:00", "ended": "yesterday"}'),
+        ("wrap_report.json", '{"units": 3}'),
+        ("plan.json", '{"step": {"peak": "a"}}'),
+        ("metrics.jsonl", '{"step": 1, "loss": 1' + 400 * "0" + "}"),
+    ],
 )
 def test_damaged_values_are_one_line_and_no_traceback(tmp_path, monkeypatch, name, content):
     run = write_run(tmp_path / "run", [{"step": 1, "loss": 3.0}])
@@ -272,7 +278,7 @@ def test_damaged_values_are_one_line_and_no_traceback(tmp_path, monkeypatch, nam
     (run / name).write_text(content)
     with pytest.raises(SystemExit) as stopped:
         diagnosed(run, monkeypatch)
-    assert stopped.value.code.startswith(f"Error: {run}: run.json, wrap_report.json or plan.json holds other values")
+    assert stopped.value.code.startswith(f"Error: {run}: a file there holds other values than a run writes: run.json")
 
 
 def diagnosed(run, monkeypatch):
