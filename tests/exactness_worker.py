@@ -705,7 +705,7 @@ def main() -> None:
     cells = [cell for cell in grid() if not wraps or cell.wrap in wraps]
     if wraps == ["quick"]:  # for other world sizes
         quick = product(("block", "two_blocks", "embeddings"), (("fp32", "full"), ("bf16", "lora")))
-        cells = [Cell(wrap, "every", dtype, training, accumulation=3) for wrap, (dtype, training) in quick]
+        cells = [Cell(wrap, "every", dtype, training, accumulation=3, layers=3) for wrap, (dtype, training) in quick]
     references: dict = {}
     for cell in cells:
         key = dataclasses.replace(

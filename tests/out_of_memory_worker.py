@@ -25,10 +25,10 @@ CHUNK = 5
 PLACES = ("embedding", "forward", "loss", "recompute", "backward")
 DEFERRED = (("hook_reduce_every_micro_batch", False),)
 LAYOUTS = {
-    "block": Cell("block", "every", accumulation=3),
-    "embeddings": Cell("embeddings", "every_2nd", accumulation=3),
-    "not resharded": Cell("no_reshard", "every", accumulation=3),
-    "two blocks, reduced once": Cell("two_blocks", "none", accumulation=3, extra=DEFERRED),
+    "block": Cell("block", "every", accumulation=3, layers=3),
+    "embeddings": Cell("embeddings", "every_2nd", accumulation=3, layers=3),
+    "not resharded": Cell("no_reshard", "every", accumulation=3, layers=3),
+    "two blocks, reduced once": Cell("two_blocks", "none", accumulation=3, extra=DEFERRED, layers=3),
 }
 
 
@@ -134,7 +134,7 @@ def main() -> None:
             entry(f"buffer of {kind.__name__}", LAYOUTS["block"], run(LAYOUTS["block"]))
 
     # Dropout: a step that is done again draws what it drew, as a run does that has small micro-batches from the start.
-    dropout = Cell("embeddings", "every", training="lora", accumulation=3)
+    dropout = Cell("embeddings", "every", training="lora", accumulation=3, layers=3)
     with mock.patch.object(finetune_mem_limit.SmallerMicroBatches, "split", split_from_the_start):
         expected = run(dropout)
     on = {"before_training": raise_at("backward")} if rank == 1 else {}

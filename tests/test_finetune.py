@@ -131,16 +131,14 @@ def test_learning_rate_depends_on_the_step_alone(default_run):
         assert row["learning_rate"] == pytest.approx(5e-4 * share, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["performance", "mem_limit"])
-def test_other_scenarios_learn_the_sample_too(name, tmp_path):
+def test_memory_limit_yaml_learns_the_sample_too(tmp_path):
     sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
     sample += ["--dataset_name", SAMPLE / "data", "--predict_with_generate", "false", "--eval_steps", 0]
-    trained(tmp_path, *sample, "--max_steps", 16, config=CONFIGS / f"{name}.yaml")
+    trained(tmp_path, *sample, "--max_steps", 16, config=CONFIGS / "mem_limit.yaml")
     before, after = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     assert after < 0.5 * before
     report = json.loads((tmp_path / "wrap_report.json").read_text())
-    assert report["num_units"] == {"performance": 4, "mem_limit": 8}[name]
-    assert len(report["recomputed_blocks"]) == {"performance": 3, "mem_limit": 6}[name]
+    assert report["num_units"] == 8 and len(report["recomputed_blocks"]) == 6
 
 
 def test_shuffled_answers_are_not_learnt(tmp_path):
@@ -154,7 +152,7 @@ def test_shuffled_answers_are_not_learnt(tmp_path):
             file.write(json.dumps({"messages": [row["messages"][0], answer]}) + "\n")
     shutil.copy(quarter_of_sample(tmp_path / "quarter") / "test.jsonl", data)
     arguments = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
-    trained(tmp_path / "out", *arguments, "--dataset_name", data, "--eval_steps", 0, "--max_steps", 60)
+    trained(tmp_path / "out", *arguments, "--dataset_name", data, "--eval_steps", 0, "--max_steps", 45)
     assert last_score(tmp_path / "out")[1] < 0.2
 
 

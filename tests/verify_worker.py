@@ -150,19 +150,24 @@ def no_forward(self: nn.Module, **inputs: torch.Tensor) -> object:
 
 evaluate = finetune.evaluate
 calls = [0]
-FAULTS = {
-    "none": nullcontext(),
-    "later micro-batches of a rank dropped": mock.patch.object(
-        finetune, "micro_batch_loss", later_micro_batches_dropped
+FAULTS = {  # and the cases that could show it; none named: all
+    "none": (nullcontext(), ()),
+    "later micro-batches of a rank dropped": (
+        mock.patch.object(finetune, "micro_batch_loss", later_micro_batches_dropped),
+        ("accumulation 3", "dtypes, accumulation 3"),
     ),
-    "not clipped": mock.patch.object(finetune, "clip_grad_norm", norm_without_clipping),
-    "no fp32 masters": mock.patch.object(command, "cast_stored_parameters", lambda *_: None),
-    "dropout state dropped": mock.patch.object(
-        PreTrainedModel, "activation_checkpointing_enable", enable_without_random_state
+    "no fp32 masters": (
+        mock.patch.object(command, "cast_stored_parameters", lambda *_: None),
+        ("the YAML's dtypes", "dtypes, accumulation 3"),
     ),
-    "leaking pack": mock.patch.object(LlamaForCausalLM, "forward", leaking_forward),
+    "dropout state dropped": (
+        mock.patch.object(PreTrainedModel, "activation_checkpointing_enable", enable_without_random_state),
+        ("fp32", "fp32, recompute", "dropout, no recompute", "dropout, recompute"),
+    ),
 }
 FAULTS_OF_ONE_CASE = {  # found by the plain case as well as by any
+    "not clipped": mock.patch.object(finetune, "clip_grad_norm", norm_without_clipping),
+    "leaking pack": mock.patch.object(LlamaForCausalLM, "forward", leaking_forward),
     "optimizer on unsharded tensors": mock.patch.object(command, "make_optimizer", optimizer_of_copies),
     "loss in bf16": mock.patch.object(losses, "token_loss_sum", loss_in_bf16),
     "mean of means": mock.patch.object(finetune, "micro_batch_loss", mean_of_means),
@@ -190,8 +195,8 @@ def work(out: str) -> None:
     for name, scenario in DOZEN.items():
         results["dozen"][name] = checks(name, scenario)
     unsharded: dict = {}  # made without a fault, which is the first entry
-    for fault, patch in FAULTS.items():
-        with patch:
+    for fault, (patch, names) in FAULTS.items():
+        with patch, mock.patch.object(command, "CASES", [c for c in command.CASES if not names or c.name in names]):
             results["faults"][fault] = checks("llama", "default", unsharded)
     for fault, patch in FAULTS_OF_ONE_CASE.items():
         calls[0] = 0
@@ -201,10 +206,10 @@ def work(out: str) -> None:
         results["faults"]["does not run"] = checks("llama", "default")
     results["faults"]["no balancing"] = run_without_balancing(configs, accelerator)
     results["faults"]["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
-    cast_inputs = mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs)
-    with cast_inputs:
+    of_dtypes = mock.patch.object(command, "CASES", [case for case in command.CASES if case.is_policy])
+    with of_dtypes, mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs):
         results["faults"]["inputs cast"] = checks("beam", "default")
-    with mock.patch.object(hook_wrap, "kept_in_fp32", lambda model: ([], [])):
+    with of_dtypes, mock.patch.object(hook_wrap, "kept_in_fp32", lambda model: ([], [])):
         results["faults"]["routers rounded"] = checks("deepseek_v3", "default")
     if accelerator.is_main_process:
         Path(out).write_text(json.dumps(results))
