@@ -213,10 +213,9 @@ def test_bad_row_ends_both_ranks_with_one_message_and_a_preview_trains_nothing(t
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a b", "completion": " c"}\n{"prompt": "a b", "completion": ""}\n')
     arguments = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", rows]
-    done = accelerate_launch(RECIPE, *arguments, "--output_dir", tmp_path / "bad", timeout_s=120)
-    assert done.returncode != 0
-    shown = done.stdout[: done.stdout.index("Traceback")]  # before the launcher's own lines, which repeat it
-    assert shown.count(f"{rows}, line 2: completion is empty") == 1 and "--skip_bad_rows" in shown
+    done = finetune_in_process([*arguments, "--output_dir", tmp_path / "bad"], tmp_path / "log")
+    assert done.codes == [1, 1]
+    assert done.output.count(f"{rows}, line 2: completion is empty") == 1 and "--skip_bad_rows" in done.output
     shown = trained(tmp_path / "out", *arguments, "--skip_bad_rows", "--preview", 1)
     assert shown.count(">>> c") == 1 and not (tmp_path / "out" / "model").exists()
 

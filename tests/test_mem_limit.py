@@ -140,6 +140,7 @@ def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
     arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--max_steps", 16, "--output_dir", tmp_path]
+    arguments += ["--max_new_tokens", 8]
     config = CONFIGS / "mem_limit.yaml"
     done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_mem_limit", timeout_s=180)
     assert not any(done.codes), done.output[-3000:]

@@ -50,7 +50,8 @@ def test_diff_to_finetune_is_the_scenario():
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
-    arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--output_dir", tmp_path, "--max_steps", 30]
+    arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--output_dir", tmp_path, "--max_steps", 16]
+    arguments += ["--max_new_tokens", 8]
     config = CONFIGS / "performance.yaml"
     done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance", timeout_s=180)
     assert not any(done.codes), done.output[-3000:]

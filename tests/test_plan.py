@@ -19,7 +19,7 @@ from arguments import KINDS, PerformanceArguments
 from hook_config import read_hook_config
 from launching import CONFIGS, RECIPES, ROOT
 from plan_advice import advise, changes, largest
-from planned_arguments import STAND_IN, settle_attention
+from planned_arguments import STAND_IN, settle_attention, settle_length
 from planned_step import PlannedStep, Request, plan_step
 from planning import GIB, Plan, capacity_gib, make_plan
 from roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
@@ -185,23 +185,28 @@ def small(tmp_path):
     return save
 
 
+def model_of(folder):
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
 def test_packing_that_a_run_would_refuse_is_refused(small):
-    request = request_of(small("gpt_bigcode"), packing=True, attn_implementation="flash_attention_2")
-    with pytest.raises(ValueError, match=r"This cannot be planned: .*packed documents see each other"):
-        plan_step(request)
+    arguments = PerformanceArguments(attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match="packed documents see each other"):
+        settle_attention(arguments, "bf16", model_of(small("gpt_bigcode")))
 
 
 def test_rows_end_with_learned_positions_but_packed_rows_do_not(small):
-    """Positions restart with each document."""
+    """Positions restart with each document; a plan has the length that its rows are cut to."""
     folder = small("gpt2", max_position_embeddings=64)
-    cut, packed = (plan_step(request_of(folder, packing=packing)) for packing in (False, True))
+    arguments = KINDS["finetune.py"](max_length=128, packing=True)
+    assert settle_length(arguments, model_of(folder)) == [] and arguments.max_length == 128
+    cut = plan_step(request_of(folder))
     assert cut.length == 64 and "rows counted with 64 tokens: the model has no more positions" in cut.notes
-    assert packed.length == 128 and not any("rows counted" in note for note in packed.notes)
 
 
 def test_packed_rows_take_flash_attention_where_the_script_would_choose_it(small):
     def settled(arguments, dtype="bf16", family="llama"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small(family)))
+        model = model_of(small(family))
         settle_attention(arguments, dtype, model)
         assert model.config._attn_implementation == (STAND_IN if family == "gemma2" else "sdpa")
         return arguments.attn_implementation
@@ -219,7 +224,7 @@ def test_packed_rows_take_flash_attention_where_the_script_would_choose_it(small
 
 
 def test_family_without_flash_attention_is_not_counted_with_it(small, monkeypatch):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small("llama")))
+    model = model_of(small("llama"))
     monkeypatch.setattr(type(model), "_supports_flash_attn", False)
     arguments = PerformanceArguments(per_device_train_batch_size=1)
     settle_attention(arguments, "bf16", model)
