@@ -256,4 +256,4 @@ def end(accelerator: Accelerator) -> None:
     accelerator.end_training()
     if dist.is_initialized():
         dist.destroy_process_group()
-    control_group.cache_clear()  # a gloo group that outlives the interpreter aborts the process
+    control_group.cache_clear()  # let go before the interpreter ends, for the reason that connect_ranks gives

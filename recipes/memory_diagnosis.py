@@ -35,7 +35,7 @@ def live_by_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[di
 
 
 def new_bytes(value: Any, seen: dict[int, int]) -> int:
-    """Bytes of a tensor's storage, 0 if it was seen."""
+    """Bytes of a tensor's storage, 0 if it was seen, or where there is no storage to ask: a sparse tensor."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return 0
     try:
@@ -45,7 +45,7 @@ def new_bytes(value: Any, seen: dict[int, int]) -> int:
             return 0
         seen[storage.data_ptr()] = storage.nbytes()
         return storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # sparse and wrapper tensors have no storage of their own to count
+    except RuntimeError:  # of a sparse or wrapper tensor somewhere in the process; the report is worth having without
         return 0
 
 

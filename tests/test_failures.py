@@ -14,6 +14,7 @@ from failures import WAIT_S, explained_failures, place_of
 from hang_watch import ENDED, end_if_apart
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, accelerate_launch
+from memory_diagnosis import new_bytes
 from plan_advice import next_knobs
 
 SAMPLE = RECIPES / "sample"
@@ -108,6 +109,11 @@ def test_place_of_rows_that_cannot_be_sent_is_not_the_optimizers(monkeypatch):
     assert place_of(caught.value, torch.nn.Linear(1, 1)) == "reading the data"
     (advice,) = next_knobs("reading the data", None, None, "finetune.py", 2)
     assert "--dataloader_num_workers" in advice
+
+
+def test_memory_by_part_counts_each_storage_once_and_passes_over_what_has_none():
+    seen, dense = {}, torch.ones(4, 4)
+    assert [new_bytes(value, seen) for value in (dense, dense[1:], torch.eye(3).to_sparse(), None)] == [64, 0, 0, 0]
 
 
 def notes_of(folder, notes):
