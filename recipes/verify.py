@@ -5,8 +5,8 @@
 
 Only the model's config is read. A tiny model of the same architecture is trained for three steps by two processes with
 the recipe's hooks and loop, and compared with one process that holds it whole, in fp32: loss, every gradient, the
-norm, the weights. Prints a table; exits 1 if a check fails, naming the module that is first to differ, and 2 if the
-tiny model does not run even unsharded.
+norm, the weights, each step from the same weights. Prints a table; exits 1 if a check fails, naming the module that is
+first to differ, and 2 if the tiny model does not run even unsharded.
 
 To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
 shrink.py, shrink_layers.py, structure_checks.py, verify_arguments.py, verify_report.py and a YAML.
@@ -59,7 +59,7 @@ from exact_checks import (
     reference_key,
     same_bits_check,
 )
-from exactness import SEED, Run, is_inside, local, recorded_outputs, reference_run
+from exactness import SEED, Run, follow, is_inside, local, recorded_outputs, reference_run
 from hook_activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
@@ -167,7 +167,7 @@ def verify(
         try:
             if not failure:
                 model = build_case(build, case, lora)
-                runs[case] = sharded_run(model, run_config, accelerator, case)
+                runs[case] = sharded_run(model, run_config, accelerator, case, references[key])
         except (Exception, SystemExit) as error:  # a model that cannot run is a finding, and the other checks go on
             accelerator.free_memory()
             failure = describe(error)
@@ -223,8 +223,9 @@ def tiny_builder(model_config: PreTrainedConfig, config: HookConfig) -> partial:
     return partial(build_tiny_model, model_config, keeps_layers=names_layers and num_layers <= MAX_LAYERS)
 
 
-def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case) -> Run:
-    """The recipe's hooks in the recipe's order, then the recipe's own training loop."""
+def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case, expected: Run) -> Run:
+    """The recipe's hooks in the recipe's order, then the recipe's own training loop, every step from the weights that
+    the reference has there."""
     tokens = text_tokens(model)
     recomputed = plan_activation_checkpointing(model, config)
     units = plan_units(model, config)
@@ -239,12 +240,7 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     optimizer = make_optimizer(model, rate, decay, (0.9, 0.999), epsilon)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, arithmetic.last_rate, STEPS)
     model, prepared = prepare(accelerator, model, optimizer)
-
-    def record_gradients(*_: object) -> None:
-        named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        run.gradients.append({n: None if g is None else local(g) for n, g in named.items()})
-
-    optimizer.register_step_pre_hook(record_gradients)
+    follow(model, optimizer, run, expected)
     rank = accelerator.process_index
     batches = batches_of(rank, case.accumulation, tokens)
     steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
@@ -260,7 +256,7 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     run.losses = [values["loss"] for values in trained]
     run.norms = [values["grad_norm"] for values in trained]
     run.evaluations = [values["eval_loss"] for values in log.written if "eval_loss" in values]
-    run.weights = {n: local(p) for n, p in model.named_parameters() if p.requires_grad}
+    run.weights.append({n: local(p) for n, p in model.named_parameters() if p.requires_grad})
     accelerator.free_memory()
     return run
 

@@ -41,31 +41,30 @@ class FirstStepCheck:
     """Says once which trained tensors the optimizer does not move though they have a gradient.
 
     It looks at the first step that has gradients and a learning rate. A tensor that stays is looked at again until the
-    rate is at its top, because a warm-up begins with steps that rounding swallows. Then it takes itself off. For one
-    rank, whose shards tell: a collective inside a step would leave the others waiting where it fails on one.
+    rate is at its top, because a warm-up begins with steps that rounding swallows. Then it does nothing more: a hook
+    that takes itself off breaks the loop over the hooks behind it. For one rank, whose shards tell: a collective inside
+    a step would leave the others waiting where it fails on one.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.waiting = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.samples: dict[str, Sample | None] = {}
-        self.depth = 0
-        self.handles = [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-        ]
+        self.depth, self.is_done = 0, False
+        optimizer.register_step_pre_hook(self.before_step)
+        optimizer.register_step_post_hook(self.after_step)
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Copy a few values of each tensor."""
         self.depth += 1  # a step that goes in slices is a step within a step
-        if self.depth == 1:
+        if self.depth == 1 and not self.is_done:
             self.samples = {name: take_sample(parameter) for name, parameter in self.waiting.items()}
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Compare them, and say what did not move."""
         self.depth -= 1
-        if self.depth:
+        if self.depth or self.is_done:
             return
         seen = {name: sample.read(self.waiting[name]) for name, sample in self.samples.items() if sample is not None}
         self.samples = {}
@@ -76,8 +75,7 @@ class FirstStepCheck:
         self.waiting = {name: self.waiting[name] for name in stuck}
         if stuck and rate < 0.99 * top_rate:
             return
-        for handle in self.handles:
-            handle.remove()
+        self.is_done = True
         if stuck:
             epsilon = optimizer.param_groups[0].get("eps", 0.0)
             dtypes = {name: parameter.dtype for name, parameter in self.waiting.items()}

@@ -6,7 +6,7 @@ Reports are made only where a test asks for them: they cost as much as the run.
 
 import atexit
 import builtins
-import contextlib
+import faulthandler
 import importlib
 import io
 import multiprocessing
@@ -19,9 +19,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launching import CONFIGS, RECIPES
+from launching import CONFIGS, RECIPES, Patience, arithmetic_path
 
-os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), str(Path(__file__).parent)])  # the fork server imports these
+FOLDERS = [*arithmetic_path(), str(RECIPES), str(Path(__file__).parent)]
+os.environ["PYTHONPATH"] = os.pathsep.join(FOLDERS)  # for the fork server's imports
 PRELOADED = ["finetune", "finetune_mem_limit", "finetune_performance", "verify", "launch_worker", "in_process"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)
@@ -130,6 +131,7 @@ def be_rank(script, rank, world_size, port, arguments, log, faults, reports):
     import run_record
     import torch
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as under a launcher; a fork server would outlive a kill
     gc.freeze()  # the imported libraries are never garbage
@@ -218,28 +220,31 @@ class Run:
         for process in self.ranks:
             process.start()
 
-    def wait_for(self, text, timeout_s=60):
+    def wait_for(self, text):
         """Wait until the run has printed this."""
-        end = time.monotonic() + timeout_s
+        patience = Patience(*(process.pid for process in self.ranks))
         while text not in (self.log.read_text() if self.log.exists() else ""):
-            assert time.monotonic() < end and any(p.is_alive() for p in self.ranks), self.log.read_text()[-3000:]
-            time.sleep(0.02)
+            is_alive = any(process.is_alive() for process in self.ranks)
+            assert is_alive and not patience.is_over(), self.log.read_text()[-3000:]
+            time.sleep(0.05)
 
-    def wait(self, timeout_s=60):
+    def wait(self):
         """Wait for the end; a rank that hangs is a failure."""
-        end = time.monotonic() + timeout_s
+        patience = Patience(*(process.pid for process in self.ranks))
+        hung = []
+        while not hung and any(process.is_alive() for process in self.ranks):
+            for process in self.ranks:
+                process.join(0.5 / len(self.ranks))
+            if patience.is_over():
+                hung = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
+                patience.kill()
         for process in self.ranks:
-            process.join(max(0.1, end - time.monotonic()))
-        hung = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
-        for process in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
             process.join()
         output = self.log.read_text()
-        assert not hung, f"ranks {hung} hang: {output[-3000:]}"
+        assert not hung, f"ranks {hung} hang: {output[-5000:]}"
         return Done([process.exitcode for process in self.ranks], output)
 
 
-def finetune_in_process(arguments, log, timeout_s=60, **kwargs):
+def finetune_in_process(arguments, log, **kwargs):
     """Run to the end."""
-    return Run(arguments, log, **kwargs).wait(timeout_s)
+    return Run(arguments, log, **kwargs).wait()

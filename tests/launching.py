@@ -1,14 +1,22 @@
-"""Start scripts the way a user does, away from this process's environment."""
+"""Start scripts the way a user does, away from this process's environment; wait for them as long as they work."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 RECIPES = ROOT / "recipes"
 SHARED_CASES = ROOT.parent / "shared" / "cases"
+PLAIN_ARITHMETIC = str(ROOT / "tests" / "plain_arithmetic")  # on PYTHONPATH: every process computes so
+IDLE_S, IDLE_SHARE = 120.0, 0.02  # a run that used less than this share of one core for so long hangs
 
 
 def quarter_of_sample(folder: Path) -> Path:
@@ -20,26 +28,89 @@ def quarter_of_sample(folder: Path) -> Path:
     return folder
 
 
+class Patience:
+    """Tells processes that hang from slow ones: not by how long they take, but by CPU time that no longer grows.
+
+    On a machine ten times slower, or shared by ten, a run that works still uses a tenth of a core; ranks that wait for
+    one another, with a launcher and a hang watch that look around, less than a hundredth.
+    """
+
+    def __init__(self, *pids: int) -> None:
+        self.pids = pids
+        self.marked, self.used = time.monotonic(), self.cpu_seconds()
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes and all that they started."""
+        found = []
+        for pid in self.pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                found += [process, *process.children(recursive=True)]
+        return found
+
+    def cpu_seconds(self) -> float:
+        """CPU time of them all."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def is_over(self) -> bool:
+        """Whether they have stood still for IDLE_S."""
+        now, used = time.monotonic(), self.cpu_seconds()
+        if used < self.used or used - self.used > IDLE_SHARE * IDLE_S:  # one has ended, or they work
+            self.marked, self.used = now, used
+        return now - self.marked > IDLE_S
+
+    def kill(self) -> None:
+        """End them all. SIGABRT first: Python prints its stacks where faulthandler is on."""
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            for process in self.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            time.sleep(1)
+
+
 def clean_environment(**variables: str) -> dict[str, str]:
     """This environment without what a launcher would set; offline, one thread per process."""
     names = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_", "RECIPES_", "TORCHELASTIC_")
     exact = {"PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(names) and k not in exact}
-    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", **variables}
+    path = os.pathsep.join(filter(None, [*arithmetic_path(), variables.pop("PYTHONPATH", "")]))
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**kept, **own, **({"PYTHONPATH": path} if path else {}), **variables}
 
 
-def run(command: list[str], cwd: Path = ROOT, timeout_s: int = 240, **variables: str) -> subprocess.CompletedProcess:
-    """Run a command; stdout holds both streams."""
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=clean_environment(**variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-    )
+def arithmetic_path() -> list[str]:
+    """PLAIN_ARITHMETIC where this process runs under it: what it starts does too."""
+    return [PLAIN_ARITHMETIC] * (PLAIN_ARITHMETIC in os.environ.get("PYTHONPATH", "").split(os.pathsep))
+
+
+def run(command: list[str], cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    """Run a command; stdout holds both streams. One that hangs is a failure."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=cwd, env=clean_environment(**variables), **streams)
+        code = wait_for_end(process)
+        output.seek(0)
+        text = output.read()
+    assert code is not None, f"hangs: {text[-5000:]}"
+    return subprocess.CompletedProcess(command, code, text)
+
+
+def wait_for_end(process: subprocess.Popen) -> int | None:
+    """The exit status of a process; None if it hung and was killed."""
+    patience = Patience(process.pid)
+    while True:
+        try:
+            return process.wait(1)
+        except subprocess.TimeoutExpired:
+            if patience.is_over():
+                patience.kill()
+                process.wait()
+                return None
 
 
 def accelerate_launch(

@@ -24,7 +24,7 @@ def results(tmp_path_factory):
 
 
 def launch_worker(path, *arguments, flags=()):
-    done = accelerate_launch(WORKER, path, *arguments, flags=flags, timeout_s=400)
+    done = accelerate_launch(WORKER, path, *arguments, flags=flags)
     assert done.returncode == 0, done.stdout[-12_000:]
     return json.loads(path.read_text())
 

@@ -24,7 +24,7 @@ ARGUMENTS += ["--config", SAMPLE / "arguments.yaml", "--report_to", "none", "--e
 
 def failed(fault, folder, *more):
     """What a launch with this fault prints."""
-    done = accelerate_launch("tests/faulty_run.py", fault, *ARGUMENTS, "--output_dir", folder, *more, timeout_s=200)
+    done = accelerate_launch("tests/faulty_run.py", fault, *ARGUMENTS, "--output_dir", folder, *more)
     assert done.returncode != 0, done.stdout[-3000:]
     return done.stdout
 

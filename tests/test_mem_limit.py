@@ -142,7 +142,7 @@ def test_script_learns_the_sample_under_its_yaml(tmp_path):
     arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--max_steps", 16, "--output_dir", tmp_path]
     arguments += ["--max_new_tokens", 8]
     config = CONFIGS / "mem_limit.yaml"
-    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_mem_limit", timeout_s=180)
+    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_mem_limit")
     assert not any(done.codes), done.output[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, after = [row["eval_loss"] for row in rows if "eval_loss" in row]

@@ -19,7 +19,7 @@ from test_exactness import check_cell
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("out_of_memory") / "results.json"
-    done = accelerate_launch("tests/out_of_memory_worker.py", path, timeout_s=400)
+    done = accelerate_launch("tests/out_of_memory_worker.py", path)
     assert done.returncode == 0, done.stdout[-3000:]
     return {**json.loads(path.read_text()), "output": done.stdout}
 

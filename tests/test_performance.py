@@ -53,7 +53,7 @@ def test_script_learns_the_sample_under_its_yaml(tmp_path):
     arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--output_dir", tmp_path, "--max_steps", 16]
     arguments += ["--max_new_tokens", 8]
     config = CONFIGS / "performance.yaml"
-    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance", timeout_s=180)
+    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance")
     assert not any(done.codes), done.output[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, after = [row["eval_loss"] for row in rows if "eval_loss" in row]

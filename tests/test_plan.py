@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ import plan
 import pytest
 from arguments import KINDS, PerformanceArguments
 from hook_config import read_hook_config
-from launching import CONFIGS, RECIPES, ROOT
+from launching import CONFIGS, RECIPES, run
 from plan_advice import advise, changes, largest
 from planned_arguments import STAND_IN, settle_attention, settle_length
 from planned_step import PlannedStep, Request, plan_step
@@ -88,11 +87,11 @@ def worker(folder, mode, requests, *launcher):
     """What planner_worker.py prints."""
     path = folder / f"{mode}.json"
     path.write_text(json.dumps([dataclasses.asdict(request) for request in requests.values()], default=str))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{RECIPES}{os.pathsep}{Path(__file__).parent}"}
     command = [sys.executable, *launcher, str(WORKER), mode, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(requests, json.loads(done.stdout.strip().splitlines()[-1])))
+    done = run(command, PYTHONPATH=f"{RECIPES}{os.pathsep}{Path(__file__).parent}")
+    assert done.returncode == 0, done.stdout[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+    return dict(zip(requests, json.loads(line)))
 
 
 @pytest.fixture(scope="module")

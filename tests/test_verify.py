@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +36,7 @@ RUNS = ("fp32", "fp32, recompute", "dropout, no recompute", "dropout, recompute"
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("verify") / "results.json"
-    done = run([sys.executable, str(ROOT / "tests" / "verify_worker.py"), str(path)], timeout_s=400)
+    done = run([sys.executable, str(ROOT / "tests" / "verify_worker.py"), str(path)])
     assert done.returncode == 0, done.stdout[-3000:]
     return json.loads(path.read_text())
 
@@ -167,15 +169,15 @@ def test_what_does_not_act_is_said_to_be_unproved(results):
 
 def verify(folder, *arguments):
     """The command's exit status and what it printed; it forks its own ranks."""
-    done = Run(arguments, folder / "log", world_size=0, config=None, script="verify").wait(120)
+    done = Run(arguments, folder / "log", world_size=0, config=None, script="verify").wait()
     return done.codes[0], done.output
 
 
-def test_bf16_sums_over_three_ranks_are_judged_by_the_first_step(tmp_path):
+def test_bf16_sums_over_three_ranks_are_judged_without_their_weights(tmp_path):
     arguments = ("--model_name_or_path", SAMPLE, "--accelerate_config", CONFIGS / "mem_limit.yaml")
     code, output = verify(tmp_path, *arguments, "--num_processes", 3)
     assert code == 0, output[-3000:]
-    assert output.count("later steps and weights are not proved") == 2
+    assert output.count("weights are not proved") == 2
 
 
 def test_command_proves_lora_too_and_json_is_one_object(tmp_path):
@@ -320,32 +322,33 @@ def skip_a_collective(_):
     """Rank 1 never comes."""
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
-    time.sleep(60)
+    time.sleep(10_000)
 
 
 def test_rank_that_skips_a_collective_ends_the_run(monkeypatch):
     monkeypatch.setattr(cpu_ranks, "PATIENCE_S", 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the call sets
-    started = time.monotonic()
-    assert cpu_ranks.run_on_cpu_ranks(skip_a_collective, None, 2) == 1
-    assert time.monotonic() - started < 30
+    assert cpu_ranks.run_on_cpu_ranks(skip_a_collective, None, 2) == 1  # it returns
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
     code = "import os, sys, time, cpu_ranks\n"
-    code += "def rank(_): open(f'{sys.argv[1]}/{os.getpid()}', 'w'); time.sleep(120)\n"
+    code += "def rank(_): open(f'{sys.argv[1]}/{os.getpid()}', 'w'); time.sleep(10_000)\n"
     code += "cpu_ranks.run_on_cpu_ranks(rank, None, 2)"
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=RECIPES)
-    end = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+    while len(list(tmp_path.iterdir())) < 2:
+        assert parent.poll() is None
         time.sleep(0.1)
     ranks = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(ranks) == 2
     parent.kill()
     parent.wait()
-    time.sleep(1)
-    assert not any(is_running(rank) for rank in ranks)
+    end = time.monotonic() + 60  # for a signal of the kernel's own
+    while (left := [rank for rank in ranks if is_running(rank)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert not left
 
 
 def is_running(process: int) -> bool:
