@@ -14,9 +14,8 @@ CONFIG ?= accelerate_configs/default.yaml
 .PHONY: finetune test sweep kill_points bench bench-ladder lint clean
 
 finetune: $(VENV)/recipes.done
-	@# one process per GPU; two on a machine without, the smallest number that shards
-	$(BIN)/accelerate launch --config_file $(CONFIG) \
-		--num_processes $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') \
+	@# one process per GPU, or two; fp32 where the CPU only emulates bf16, and says so
+	$(BIN)/accelerate launch --config_file $(CONFIG) $$($(BIN)/python recipes/sample/launch_flags.py) \
 		recipes/finetune.py $(ARGS)
 
 test: $(VENV)/tests.done

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from launch import tell_launcher
+from last_words import tell_launcher
 from memory_diagnosis import explain_out_of_memory
 from torch import nn
 
@@ -92,9 +92,9 @@ def what_failed(output_dir: str) -> str:
     """The message that the rank which failed has left, soon after its connections closed; "" if it left none."""
     for _ in range(10):
         time.sleep(0.2)
-        fresh = [f for f in Path(output_dir).glob(failure_file("", "*").name) if time.time() - f.stat().st_mtime < 60]
-        if fresh:
-            return fresh[0].read_text(encoding="utf-8")
+        found = sorted(Path(output_dir).glob(failure_file("", "*").name))  # of this run: its start removes others
+        if found:
+            return found[0].read_text(encoding="utf-8")
     return ""
 
 

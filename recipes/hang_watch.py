@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from launch import tell_launcher
+from last_words import tell_launcher
 from run_record import note_failure
 
 WATCHED = ("train", "evaluate", "greedy_answers")

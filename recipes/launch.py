@@ -4,13 +4,11 @@ import atexit
 import contextlib
 import functools
 import gc
-import json
 import os
 import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,6 +23,7 @@ from datasets.utils import disable_progress_bars
 from datasets.utils import logging as datasets_logging
 from filelock import FileLock
 from hook_config import HookConfig, as_plain_dict
+from last_words import tell_launcher, tell_of_crashes
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
@@ -76,11 +75,12 @@ def stop_together() -> Iterator[None]:
         yield
     except (ValueError, OSError, SafetensorError) as error:
         failure = str(error)
-    except Exception:
-        failure = traceback.format_exc()
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     group = control_group()
-    failures = [None] * dist.get_world_size()
-    late = threading.Timer(PATIENCE_S, print_late, (failure,))  # the others may wait for this rank somewhere else
+    failures, has_told = [None] * dist.get_world_size(), [None] * dist.get_world_size()
+    printed: list[str] = []
+    late = threading.Timer(PATIENCE_S, print_late, (failure, printed))  # the others may wait for this rank elsewhere
     late.daemon = True
     if failure:
         late.start()
@@ -88,12 +88,14 @@ def stop_together() -> Iterator[None]:
     late.cancel()
     if not any(failures):
         return
-    told = []
+    dist.all_gather_object(has_told, bool(printed), group=group)
+    told, is_news = [], []
     for message in dict.fromkeys(message for message in failures if message):
         ranks = [rank for rank, other in enumerate(failures) if other == message]
         told.append(("" if len(ranks) == len(failures) else f"rank {', '.join(map(str, ranks))}: ") + message)
+        is_news.append(not any(has_told[rank] for rank in ranks))
     if dist.get_rank() == 0:
-        for message in told:
+        for message in (message for message, is_new in zip(told, is_news) if is_new):
             print(f"\nError: {message}\n", file=sys.stderr, flush=True)
         tell_launcher("\n".join(told))
     sys.last_value = SystemExit("\n".join(told))  # where Python keeps an error that nobody caught: for run_record.py
@@ -101,21 +103,12 @@ def stop_together() -> Iterator[None]:
     sys.exit(1)
 
 
-def print_late(failure: str) -> None:
-    """Say why a rank failed that cannot reach the others."""
+def print_late(failure: str, printed: list[str]) -> None:
+    """Say why a rank failed that cannot reach the others, or has to wait long for them."""
     message = f"rank {dist.get_rank()} has failed, and waits for the others: {failure}"
     tell_launcher(message)
     print(f"\nError: {message}\n", file=sys.stderr, flush=True)
-
-
-def tell_launcher(message: str) -> None:
-    """Give torch's elastic launcher what it prints as this rank's failure, in the file it names for that."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    printed.append(message)
 
 
 def note_stop_signals() -> list[int]:
@@ -185,6 +178,7 @@ def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: An
     Raises:
         ValueError: unsupported dtype on this device, processes that do not match, ranks that hold different keys.
     """
+    tell_of_crashes()
     check_processes(config)
     connect_ranks()
     plugin = FullyShardedDataParallelPlugin()

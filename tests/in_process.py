@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launching import CONFIGS, RECIPES, Patience, arithmetic_path
+from launching import RECIPES, Patience, arithmetic_path, in_fp32
 
 FOLDERS = [*arithmetic_path(), str(RECIPES), str(Path(__file__).parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join(FOLDERS)  # for the fork server's imports
@@ -204,12 +204,14 @@ class Run:
         arguments,
         log,
         world_size=2,
-        config=CONFIGS / "default.yaml",
+        config="default",
         faults=None,
         script="finetune",
         reports=False,
     ):
+        """`config`: a YAML's path, None for none, or a scenario's name: its YAML in fp32."""
         log.unlink(missing_ok=True)
+        config = in_fp32(config) if isinstance(config, str) else config
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         arguments = ["--accelerate_config", config, *arguments] if config else arguments

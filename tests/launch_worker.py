@@ -1,6 +1,7 @@
 """Prints, as one JSON line from rank 0, what the launch path found. Used by test_launch.py instead of a whole recipe.
 
-With `--fail RANK` that rank raises ValueError in a block of stop_together; with `--break RANK` an unexpected error.
+With `--fail RANK` that rank raises ValueError in a block of stop_together; with `--break RANK` an unexpected error;
+with `--crash RANK` one outside of such a block. `--late RANK`: it ends the block when a failed one has spoken.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
+import launch
 import torch
 from hook_config import as_plain_dict, read_hook_config
 from launch import connect_ranks, end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
@@ -32,10 +34,15 @@ def main() -> None:
         accelerator = make_accelerator(config, 65536.0)
     rank = accelerator.process_index
     with stop_together():
+        if option("--late") is not None:
+            launch.PATIENCE_S = 0.1
+            time.sleep(2 if option("--late") == str(rank) else 0)
         if option("--fail") == str(rank):
             raise ValueError(f"rank {rank} found a bad row")
         if option("--break") == str(rank):
             raise RuntimeError("an unexpected error")
+    if option("--crash") == str(rank):
+        raise KeyError("nobody expects this")
     with one_rank_at_a_time():
         turn = [time.monotonic()]
         time.sleep(0.2)

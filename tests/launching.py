@@ -1,7 +1,10 @@
 """Start scripts the way a user does, away from this process's environment; wait for them as long as they work."""
 
+import atexit
 import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +22,22 @@ PLAIN_ARITHMETIC = str(ROOT / "tests" / "plain_arithmetic")  # on PYTHONPATH: ev
 IDLE_S, IDLE_SHARE = 120.0, 0.02  # a run that used less than this share of one core for so long hangs
 
 
-def quarter_of_sample(folder: Path) -> Path:
-    """The sample's data with 64 of its 256 test rows: answering them all takes longer than training."""
+@functools.cache
+def in_fp32(name: str = "default") -> Path:
+    """A scenario's YAML that computes in fp32, with its own units, recompute and reduction; for what is not about bf16,
+    in which a CPU that emulates it takes ten times as long."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    text, path = (CONFIGS / f"{name}.yaml").read_text(), Path(folder, f"{name}.yaml")
+    assert text.count("\nmixed_precision: bf16\n") == 1
+    path.write_text(text.replace("\nmixed_precision: bf16\n", "\nmixed_precision: 'no'\n"))
+    return path
+
+
+def part_of_sample(folder: Path, test_rows: int) -> Path:
+    """The sample's data with some of its 256 test rows: answering them all takes longer than training."""
     folder.mkdir(parents=True)
-    for name, rows in (("train", None), ("test", 64)):
+    for name, rows in (("train", None), ("test", test_rows)):
         lines = (RECIPES / "sample" / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / f"{name}.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
     return folder
@@ -89,28 +104,22 @@ def arithmetic_path() -> list[str]:
 
 
 def run(command: list[str], cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    """Run a command; stdout holds both streams. One that hangs is a failure."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=cwd, env=clean_environment(**variables), **streams)
-        code = wait_for_end(process)
-        output.seek(0)
-        text = output.read()
-    assert code is not None, f"hangs: {text[-5000:]}"
-    return subprocess.CompletedProcess(command, code, text)
+    """Run a command to the end of its output; stdout holds both streams."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=cwd, env=clean_environment(**variables), text=True, **streams)
+    return subprocess.CompletedProcess(command, stdout=wait_for_end(process), returncode=process.returncode)
 
 
-def wait_for_end(process: subprocess.Popen) -> int | None:
-    """The exit status of a process; None if it hung and was killed."""
+def wait_for_end(process: subprocess.Popen) -> str:
+    """Wait for a process and its output, which is returned if it has a pipe. One that hangs is a failure."""
     patience = Patience(process.pid)
     while True:
         try:
-            return process.wait(1)
+            return process.communicate(timeout=1)[0] or ""
         except subprocess.TimeoutExpired:
             if patience.is_over():
                 patience.kill()
-                process.wait()
-                return None
+                raise AssertionError(f"hangs: {(process.communicate()[0] or '')[-5000:]}") from None
 
 
 def accelerate_launch(

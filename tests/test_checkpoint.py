@@ -22,7 +22,7 @@ import torch
 import yaml
 from cpu_ranks import run_on_cpu_ranks
 from in_process import Faults, Run, finetune_in_process
-from launching import CONFIGS, RECIPES, ROOT, clean_environment, wait_for_end
+from launching import CONFIGS, RECIPES, ROOT, clean_environment, in_fp32, wait_for_end
 from resume import load_tensors
 from run_folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
 from safetensors import safe_open
@@ -42,18 +42,6 @@ def rows(tmp_path_factory):
     lines = (SAMPLE / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:40]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def fp32(tmp_path_factory):
-    """The three scenario YAMLs in fp32."""
-    folder = tmp_path_factory.mktemp("fp32")
-    for name in ("default", "performance", "mem_limit"):
-        values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-        values["mixed_precision"] = "no"
-        values["fsdp_config"]["hook_reduce_dtype"] = "fp32"
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
-    return folder
 
 
 def common(rows, *more, save_steps=2, steps=STEPS, model=SAMPLE / "model"):
@@ -110,12 +98,12 @@ def assert_same_run(folder, whole, first_step):
     [
         ("default", ["--use_peft", "--lora_dropout", 0.1, "--packing", "--per_device_train_batch_size", 1]),
         ("mem_limit", ["--group_by_length", "--lr_scheduler_type", "cosine", "--dataloader_num_workers", 1]),
-        ("performance", ["--use_peft", "--lora_dropout", 0.1, "--streaming"]),
+        (CONFIGS / "performance.yaml", ["--use_peft", "--lora_dropout", 0.1, "--streaming"]),  # in bf16
     ],
     ids=["lora-dropout-packed", "full-grouped", "lora-dropout-streamed"],
 )
 def test_run_that_was_stopped_again_and_again_equals_one_that_never_was(rows, tmp_path, config, more):
-    config, arguments = CONFIGS / f"{config}.yaml", common(rows, *more)
+    arguments = common(rows, *more)
     one, other = tmp_path / "one", tmp_path / "other"
     succeeded(finetune_in_process([*arguments, "--output_dir", one], tmp_path / "log", config=config))
     epochs = [json.loads(line).get("epoch") for line in (one / "metrics.jsonl").read_text().splitlines()]
@@ -138,14 +126,13 @@ def test_run_that_was_stopped_again_and_again_equals_one_that_never_was(rows, tm
     ("before", "after", "scenario"),
     [(2, 1, "default"), (1, 3, "performance")],
 )
-def test_other_world_size_and_wrapping_continue_the_same_rows(rows, fp32, tmp_path, before, after, scenario):
+def test_other_world_size_and_wrapping_continue_the_same_rows(rows, tmp_path, before, after, scenario):
     """12 rows a step on 1, 2 or 3 ranks."""
     arguments = [*common(rows, steps=7), "--per_device_train_batch_size", 1]
     one = tmp_path / "one"
     share = ["--gradient_accumulation_steps", 12 // before, "--output_dir", one]
-    config = fp32 / "default.yaml"
-    succeeded(finetune_in_process([*arguments, *share], tmp_path / "log", world_size=before, config=config))
-    options = {"world_size": after, "config": fp32 / f"{scenario}.yaml"}
+    succeeded(finetune_in_process([*arguments, *share], tmp_path / "log", world_size=before))
+    options = {"world_size": after, "config": scenario}
     arguments += ["--gradient_accumulation_steps", 12 // after]
     folder, done = resumed(one, 2, tmp_path, arguments, **options)
     assert f"saved by {before} ranks, resumed by {after}" in succeeded(done)
@@ -298,14 +285,15 @@ def test_signal_to_the_launcher_saves_too(rows, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     script = [str(RECIPES / "finetune.py"), *map(str, common(rows, save_steps=0, steps=10_000))]
-    command = [*launch, "--config_file", str(CONFIGS / "default.yaml"), *script, "--output_dir", str(folder)]
+    command = [*launch, "--config_file", str(in_fp32()), *script, "--output_dir", str(folder)]
     with open(log, "w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=file, stderr=subprocess.STDOUT)
         while "step 2/" not in log.read_text():
             assert process.poll() is None, log.read_text()[-2000:]
             time.sleep(0.1)
         process.terminate()
-        assert wait_for_end(process) not in (0, None)
+        wait_for_end(process)
+        assert process.returncode != 0
     assert "stopped by a signal" in log.read_text()
     (checkpoint,) = complete_checkpoints(folder)
     assert read_manifest(checkpoint)["step"] >= 2
@@ -354,7 +342,7 @@ def test_saved_names_are_the_models_own_and_a_tied_head_is_saved_once(rows, tmp_
     tied = tiny_llama(tied=True)
     tied.resize_token_embeddings(json.loads((SAMPLE / "model" / "config.json").read_text())["vocab_size"])
     tied.save_pretrained(model)
-    values = yaml.safe_load((CONFIGS / "mem_limit.yaml").read_text())
+    values = yaml.safe_load(in_fp32("mem_limit").read_text())
     values["fsdp_config"]["hook_checkpoint_mode"] = "selective"
     (tmp_path / "selective.yaml").write_text(yaml.safe_dump(values))
     arguments = common(rows, model=model, steps=4)

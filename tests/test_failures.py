@@ -13,19 +13,29 @@ from batches import fetch_ahead, training_steps
 from failures import WAIT_S, explained_failures, place_of
 from hang_watch import ENDED, end_if_apart
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES, accelerate_launch
+from last_words import LONGEST, in_one_line, is_first_to_fail
+from launching import RECIPES, accelerate_launch, in_fp32
 from memory_diagnosis import new_bytes
 from plan_advice import next_knobs
 
 SAMPLE = RECIPES / "sample"
-ARGUMENTS = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", SAMPLE / "data", "--max_steps", 3]
-ARGUMENTS += ["--config", SAMPLE / "arguments.yaml", "--report_to", "none", "--eval_steps", 0]
+ARGUMENTS = [
+    "--model_name_or_path",
+    SAMPLE / "model",
+    "--dataset_name",
+    SAMPLE / "data" / "train.jsonl",
+    "--max_steps",
+    3,
+]
+ARGUMENTS += ["--config", SAMPLE / "arguments.yaml", "--report_to", "none", "--predict_with_generate", "false"]
 
 
 def failed(fault, folder, *more):
     """What a launch with this fault prints."""
-    done = accelerate_launch("tests/faulty_run.py", fault, *ARGUMENTS, "--output_dir", folder, *more)
+    arguments = [fault, *ARGUMENTS, "--output_dir", folder, *more]
+    done = accelerate_launch("tests/faulty_run.py", *arguments, config=in_fp32())
     assert done.returncode != 0, done.stdout[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("Failed: rank 1, step 2: "), done.stdout[-3000:]
     return done.stdout
 
 
@@ -35,6 +45,7 @@ def test_error_on_one_rank_is_the_last_thing_on_the_screen(tmp_path):
     assert shown.count(f"Error: {first}") == 1
     tail = shown[shown.index("Root Cause") :]  # of the launcher's own last lines
     assert first in tail and "faulty_run.py" in tail
+    assert shown.endswith(f"\nFailed: {first}\n")  # behind the launcher's box
     assert "rank 0, step" not in shown  # it only lost a peer
     status = json.loads((tmp_path / "run.json").read_text())["status"]
     assert status.startswith("failed: ") and "the disk is gone" in status
@@ -54,7 +65,7 @@ def test_out_of_memory_names_place_parts_and_next_knob(tmp_path):
 
 
 def test_rank_that_never_comes_is_named_with_step_and_place(tmp_path):
-    arguments = ["hang", *ARGUMENTS, "--accelerate_config", CONFIGS / "default.yaml", "--output_dir", tmp_path]
+    arguments = ["hang", *ARGUMENTS, "--accelerate_config", in_fp32(), "--output_dir", tmp_path]
     shown = finetune_in_process([*arguments, "--hang_timeout", 6], tmp_path / "log", config=None, script="faulty_run")
     assert shown.codes == [1, 1]
     shown = shown.output
@@ -139,3 +150,20 @@ def test_ranks_end_only_where_they_are_apart_and_none_moves(tmp_path, monkeypatc
     end_if_apart(tmp_path / "ranks", 0, 2, 50, 0)
     assert ended == ([1] if ends else [])
     assert (tmp_path / "ranks" / ENDED).exists() == ends
+
+
+def test_reason_is_one_line_without_its_traceback():
+    assert in_one_line("a.yaml: \n- one\n- two") == "a.yaml: - one - two"
+    assert in_one_line("rank 1: KeyError: 'x'\nTraceback (most recent call last):\n  File a") == "rank 1: KeyError: 'x'"
+    assert len(in_one_line("long " * 1000)) == LONGEST
+
+
+def test_reason_is_left_for_the_last_line_once_and_not_by_ranks_that_start_again(tmp_path, monkeypatch):
+    (tmp_path / "0").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    path = str(tmp_path / "0" / "error.json")
+    assert not is_first_to_fail(path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [is_first_to_fail(path), is_first_to_fail(path)] == [True, False]
+    assert not is_first_to_fail(None)  # these tests have no launcher

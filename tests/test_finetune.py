@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, quarter_of_sample, run
+from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, part_of_sample, run
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +32,7 @@ def successful(done):
     return done.stdout
 
 
-def trained(folder, *arguments, config=CONFIGS / "default.yaml"):
+def trained(folder, *arguments, config="default"):
     """The output of a run in forked ranks: the script without the launcher."""
     folder.mkdir(exist_ok=True)
     done = finetune_in_process([*arguments, "--output_dir", folder], folder / "log", config=config)
@@ -47,9 +47,10 @@ def last_score(folder):
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """`accelerate launch --config_file accelerate_configs/default.yaml recipes/finetune.py`, half of its steps."""
+    """What `make finetune` launches on this machine, half of its steps."""
     folder = tmp_path_factory.mktemp("default")
-    output = successful(accelerate_launch(RECIPE, "--output_dir", folder, "--max_steps", 60))
+    flags = successful(run([sys.executable, str(SAMPLE / "launch_flags.py")])).splitlines()[-1].split()
+    output = successful(accelerate_launch(RECIPE, "--output_dir", folder, "--max_steps", 60, flags=flags))
     return folder, output
 
 
@@ -134,7 +135,7 @@ def test_learning_rate_depends_on_the_step_alone(default_run):
 def test_memory_limit_yaml_learns_the_sample_too(tmp_path):
     sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
     sample += ["--dataset_name", SAMPLE / "data", "--predict_with_generate", "false", "--eval_steps", 0]
-    trained(tmp_path, *sample, "--max_steps", 16, config=CONFIGS / "mem_limit.yaml")
+    trained(tmp_path, *sample, "--max_steps", 16, config="mem_limit")
     before, after = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     assert after < 0.5 * before
     report = json.loads((tmp_path / "wrap_report.json").read_text())
@@ -150,7 +151,7 @@ def test_shuffled_answers_are_not_learnt(tmp_path):
     with open(data / "train.jsonl", "w") as file:
         for row, answer in zip(rows, answers[1:] + answers[:1]):
             file.write(json.dumps({"messages": [row["messages"][0], answer]}) + "\n")
-    shutil.copy(quarter_of_sample(tmp_path / "quarter") / "test.jsonl", data)
+    shutil.copy(part_of_sample(tmp_path / "quarter", 64) / "test.jsonl", data)
     arguments = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
     trained(tmp_path / "out", *arguments, "--dataset_name", data, "--eval_steps", 0, "--max_steps", 45)
     assert last_score(tmp_path / "out")[1] < 0.2

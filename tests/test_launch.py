@@ -22,8 +22,12 @@ def found(done):
 
 
 def errors(done):
+    """The errors of a launch, whose last line is the first of them once more."""
     assert done.returncode != 0, done.stdout[-3000:]
-    return [line for line in done.stdout.splitlines() if line.startswith("Error: ")]
+    lines = done.stdout.splitlines()
+    found = [line for line in lines if line.startswith("Error: ")]
+    assert lines[-1].startswith(found[0].rstrip().replace("Error: ", "Failed: ")), done.stdout[-3000:]
+    return found
 
 
 def ranks(folder, *arguments, world_size=2, config=DEFAULT):
@@ -131,6 +135,19 @@ def test_failure_of_one_rank_ends_all_within_seconds_and_is_named(option, tmp_pa
     (error,), output = ranks(tmp_path, option, 1)  # fails after 60 s
     assert error.startswith("Error: rank 1: ")
     assert ("rank 1 found a bad row" if option == "--fail" else "RuntimeError: an unexpected error") in output
+
+
+def test_failure_that_is_told_before_the_others_come_is_told_once(tmp_path):
+    """Rank 0 is long in coming, so that rank 1 speaks for itself."""
+    (error,), output = ranks(tmp_path, "--fail", 1, "--late", 0)
+    assert "rank 1" in error and output.count("found a bad row") == 1
+
+
+def test_crash_that_nobody_catches_is_the_last_line_of_torchrun_too():
+    lines = torchrun(WORKER, "--accelerate_config", DEFAULT, "--crash", 1).stdout.splitlines()
+    assert (
+        "[rank1]: KeyError: 'nobody expects this'" in lines and lines[-1] == "Failed: KeyError: 'nobody expects this'"
+    )
 
 
 def test_yaml_that_only_one_rank_lacks_is_named_with_the_rank(tmp_path):

@@ -2,16 +2,18 @@
 
 import json
 import math
+import platform
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES
+from launching import CONFIGS, PLAIN_ARITHMETIC, RECIPES, run
 from loss_checks import SPIKES, WINDOW, LossWatch
-from start_lines import start_lines
+from start_lines import emulation_line, start_lines
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from transformers import get_scheduler
@@ -193,6 +195,33 @@ def test_schedule_that_is_at_its_end_is_noted_and_the_start_of_a_warm_up_is_not(
         scheduler.step()
     config = SimpleNamespace(path="a.yaml", found_by="me", hook_buffer_dtype=None, **vars(BF16))
     arguments = SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=1, max_length=8)
-    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"), is_main_process=False)
     lines = start_lines(config, arguments, accelerator, scheduler, total)
     assert any("the learning rate is 0" in line for line in lines) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("cost", "origin", "said"),
+    [
+        (0.4, "default", None),
+        (12.3, "default", "accelerate launch --mixed_precision no"),
+        (12.3, "YAML", "hook_param_dtype: fp32 in the YAML"),
+    ],
+)
+def test_dtype_that_is_emulated_is_said_with_its_cost_and_the_way_out(monkeypatch, cost, origin, said):
+    monkeypatch.setattr("start_lines.cost_beside_fp32", lambda dtype, device: cost if dtype == torch.bfloat16 else None)
+    config = SimpleNamespace(hook_param_dtype="bf16", origins={"hook_param_dtype": origin})
+    lines = emulation_line(config, torch.device("cpu"))
+    assert len(lines) == bool(said)
+    for line in lines:
+        assert line.startswith("note: bf16 is emulated on this cpu") and "12.3 times" in line and said in line
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="another processor's loops may be fast")
+def test_sample_trains_in_fp32_where_bf16_is_emulated():
+    plain = {"PYTHONPATH": PLAIN_ARITHMETIC, "ATEN_CPU_CAPABILITY": "avx2"}
+    done = run([sys.executable, str(SAMPLE / "launch_flags.py")], **plain)
+    reason, flags = done.stdout.splitlines()
+    assert flags.endswith("--mixed_precision no") and reason.startswith(
+        "this CPU emulates bf16: a matrix product takes "
+    )

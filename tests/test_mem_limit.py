@@ -13,7 +13,7 @@ from arguments import MemLimitArguments, parse_arguments
 from bench_meter import StepMeter
 from chunked_loss import compute_loss_in_chunks
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES, quarter_of_sample
+from launching import RECIPES, part_of_sample
 from losses import micro_batch_loss
 from shrink import build_tiny_model
 from test_exactness import check_cell, launch_worker
@@ -139,10 +139,9 @@ def test_auto_find_batch_size_starts_with_the_rows_of_a_step():
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
-    arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--max_steps", 16, "--output_dir", tmp_path]
+    arguments += ["--dataset_name", part_of_sample(tmp_path / "data", 32), "--max_steps", 16, "--output_dir", tmp_path]
     arguments += ["--max_new_tokens", 8]
-    config = CONFIGS / "mem_limit.yaml"
-    done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_mem_limit")
+    done = finetune_in_process(arguments, tmp_path / "log", config="mem_limit", script="finetune_mem_limit")
     assert not any(done.codes), done.output[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, after = [row["eval_loss"] for row in rows if "eval_loss" in row]

@@ -12,7 +12,7 @@ from arguments import PerformanceArguments, parse_arguments
 from batches import fetch_ahead
 from block_kernels import check_kernels, use_kernels
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES, quarter_of_sample
+from launching import CONFIGS, RECIPES, part_of_sample
 from shrink import build_tiny_model
 from test_exactness import check_cell, launch_worker
 from tiny_models import tiny_llama
@@ -50,8 +50,8 @@ def test_diff_to_finetune_is_the_scenario():
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
-    arguments += ["--dataset_name", quarter_of_sample(tmp_path / "data"), "--output_dir", tmp_path, "--max_steps", 16]
-    arguments += ["--max_new_tokens", 8]
+    arguments += ["--dataset_name", part_of_sample(tmp_path / "data", 16), "--output_dir", tmp_path, "--max_steps", 24]
+    arguments += ["--max_new_tokens", 8, "--per_device_train_batch_size", 2]
     config = CONFIGS / "performance.yaml"
     done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance")
     assert not any(done.codes), done.output[-3000:]
