@@ -1,5 +1,6 @@
 # make finetune   set up and train the embedded sample
 # make test       set up and run the tests (2 CPU cores are enough)
+# make test-plain  run what depends on arithmetic as on a CPU without bf16 instructions
 # make sweep      verify every architecture that transformers knows (slow; goes on where it stopped)
 # make kill_points  kill a rank at everything it does on disk while it saves, and resume (slow)
 # make bench      measure the training loops beside others that do the same work (15 minutes; ARGS: other sections)
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= accelerate_configs/default.yaml
 
-.PHONY: finetune test sweep kill_points bench bench-ladder lint clean
+.PHONY: finetune test test-plain sweep kill_points bench bench-ladder lint clean
 
 finetune: $(VENV)/recipes.done
 	@# one process per GPU, or two; fp32 where the CPU only emulates bf16, and says so
@@ -21,6 +22,10 @@ finetune: $(VENV)/recipes.done
 test: $(VENV)/tests.done
 	@# three test files at a time: much of a launch is one process importing libraries, or ranks that wait
 	$(BIN)/python -m pytest tests -n 3 --dist loadfile $(ARGS)
+
+test-plain: $(VENV)/tests.done
+	PYTHONPATH=$(CURDIR)/tests/plain_arithmetic ATEN_CPU_CAPABILITY=avx2 \
+		$(BIN)/python -m pytest tests -m arithmetic -n 3 --dist loadfile $(ARGS)
 
 sweep: $(VENV)/tests.done
 	$(BIN)/python tests/sweep.py $(ARGS)

@@ -19,14 +19,19 @@ LARGEST = 20  # tensors that a snapshot names
 FRAGMENTED = 0.2  # of the device: reserved beyond what is allocated
 
 
-def live_by_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, int], list[tuple[int, str]]]:
-    """Bytes of live tensors by part, and the largest tensors that are neither parameter, gradient nor state."""
-    parts = {"parameter shards": model.parameters(), "gradient shards": (p.grad for p in model.parameters())}
+def live_by_part(optimizer: torch.optim.Optimizer) -> tuple[dict[str, int], list[tuple[int, str]]]:
+    """Bytes of live tensors by part, and the largest tensors that are neither parameter, gradient nor state.
+
+    The shards are looked for among all tensors: while a unit is gathered, the model's own parameters are whole.
+    """
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    shards = [one for one in tensors if isinstance(one, DTensor) and isinstance(one, nn.Parameter)]
+    parts = {"parameter shards": shards, "gradient shards": (shard.grad for shard in shards)}
     parts["optimizer state"] = (v for state in optimizer.state.values() for v in state.values())
     seen: dict[int, int] = {}
     found = {name: sum(new_bytes(value, seen) for value in values) for name, values in parts.items()}
     rest = []
-    for value in (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)):
+    for value in tensors:
         size = new_bytes(value, seen)
         if size:
             rest.append((size, f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")))
@@ -74,7 +79,7 @@ def save_snapshot(path: Path, parts: dict[str, int], rest: list[tuple[int, str]]
 
 def describe_memory(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, path: Path) -> list[str]:
     """What is live, in lines; written to `path` too. The frames that failed must still be alive."""
-    parts, rest = live_by_part(model, optimizer)
+    parts, rest = live_by_part(optimizer)
     lines = ["live then: " + ", ".join(f"{name} {size / GIB:.3f} GiB" for name, size in parts.items() if size)]
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -99,8 +99,9 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
 
 def arithmetic_path() -> list[str]:
-    """PLAIN_ARITHMETIC where this process runs under it: what it starts does too."""
-    return [PLAIN_ARITHMETIC] * (PLAIN_ARITHMETIC in os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    """The folder of PLAIN_ARITHMETIC where this process runs under it: what it starts does too."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [folder for folder in folders if Path(folder).name == Path(PLAIN_ARITHMETIC).name]
 
 
 def run(command: list[str], cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
