@@ -21,11 +21,11 @@ finetune: $(VENV)/recipes.done
 
 test: $(VENV)/tests.done
 	@# three test files at a time: much of a launch is one process importing libraries, or ranks that wait
-	$(BIN)/python -m pytest tests -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-plain: $(VENV)/tests.done
 	PYTHONPATH=$(CURDIR)/tests/plain_arithmetic ATEN_CPU_CAPABILITY=avx2 \
-		$(BIN)/python -m pytest tests -m arithmetic -n 3 --dist loadfile $(ARGS)
+		$(BIN)/python -m pytest tests -m arithmetic -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sweep: $(VENV)/tests.done
 	$(BIN)/python tests/sweep.py $(ARGS)

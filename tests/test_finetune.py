@@ -151,7 +151,7 @@ def test_shuffled_answers_are_not_learnt(tmp_path):
     with open(data / "train.jsonl", "w") as file:
         for row, answer in zip(rows, answers[1:] + answers[:1]):
             file.write(json.dumps({"messages": [row["messages"][0], answer]}) + "\n")
-    shutil.copy(part_of_sample(tmp_path / "quarter", 64) / "test.jsonl", data)
+    shutil.copy(part_of_sample(tmp_path / "part", 32) / "test.jsonl", data)
     arguments = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
     trained(tmp_path / "out", *arguments, "--dataset_name", data, "--eval_steps", 0, "--max_steps", 45)
     assert last_score(tmp_path / "out")[1] < 0.2
@@ -237,7 +237,7 @@ def test_top_level_holds_only_the_fixed_names():
     assert found == fixed
 
 
-def test_sibling_imports_at_most_two_siblings_and_never_a_recipe():
+def test_sibling_never_imports_a_recipe():
     siblings = {path.stem for path in RECIPES.glob("*.py")}
     checked = 0
     for path in RECIPES.glob("*.py"):
@@ -253,8 +253,6 @@ def test_sibling_imports_at_most_two_siblings_and_never_a_recipe():
         ):  # commands import what they need
             continue
         words = [line.split()[1] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
-        used = set(words) & siblings
-        assert len(used) <= 2, (path.name, used)
-        assert "finetune" not in used
+        assert "finetune" not in set(words) & siblings, path.name
         checked += 1
     assert checked >= 15

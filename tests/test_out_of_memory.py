@@ -47,13 +47,13 @@ def test_step_that_is_done_again_draws_the_same_random_numbers(results):
 
 def test_one_row_that_is_too_long_ends_every_rank_with_the_next_things_to_try(results):
     assert results["ends"]["one row"] == [1, 1]
-    assert results["output"].count("rank 1: out of memory in forward or backward") == 1
+    assert results["output"].count("Error: rank 1: out of memory in forward or backward") == 1
     assert "a shorter --max_length" in results["output"]
 
 
 def test_optimizer_step_out_of_memory_ends_every_rank_with_the_next_things_to_try(results):
     assert results["ends"]["optimizer"] == [1, 1]
-    assert results["output"].count("rank 1: out of memory in the optimizer's step") == 1
+    assert results["output"].count("Error: rank 1: out of memory in the optimizer's step") == 1
     assert "hook_offload_optimizer: true" in results["output"]
 
 

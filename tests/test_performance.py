@@ -50,8 +50,17 @@ def test_diff_to_finetune_is_the_scenario():
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
-    arguments += ["--dataset_name", part_of_sample(tmp_path / "data", 16), "--output_dir", tmp_path, "--max_steps", 24]
-    arguments += ["--max_new_tokens", 8, "--per_device_train_batch_size", 2]
+    arguments += ["--dataset_name", part_of_sample(tmp_path / "data", 16), "--output_dir", tmp_path, "--max_steps", 12]
+    arguments += [
+        "--max_new_tokens",
+        8,
+        "--per_device_train_batch_size",
+        2,
+        "--learning_rate",
+        2e-3,
+        "--warmup_steps",
+        2,
+    ]
     config = CONFIGS / "performance.yaml"
     done = finetune_in_process(arguments, tmp_path / "log", config=config, script="finetune_performance")
     assert not any(done.codes), done.output[-3000:]

@@ -41,12 +41,13 @@ DTYPES = {
     "fp32": {"mixed_precision": "no", "hook_param_dtype": "fp32", "hook_reduce_dtype": "fp32"},
 }
 TOLERANCE, GLOO_TOLERANCE = 5e-3, 1e-2
+LENGTH, VOCABULARY = 128, 4096
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("planned")
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "vocab_size": 4096}
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
     LlamaConfig(**sizes, **heads, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(path)
     return path
@@ -54,7 +55,12 @@ def folder(tmp_path_factory):
 
 def request_of(folder, script="finetune.py", config="default.yaml", ranks=2, keys=(), padded=False, **arguments):
     """A request as plan.py makes it."""
-    values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_length": 128, "packing": False}
+    values = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_length": LENGTH,
+        "packing": False,
+    }
     values["dataset_name"] = "none"
     kind = KINDS[script](model_name_or_path=str(folder), **{**values, **arguments})
     yaml = dataclasses.asdict(read_hook_config(str(CONFIGS / config)))
@@ -116,7 +122,7 @@ def test_live_bytes_are_those_of_two_real_processes(folder):
 
 
 def test_parts_add_up_to_the_peak_and_state_is_what_arithmetic_says(truths):
-    parameters = 2 * (256 * (256 + 128 * 2 + 256) + 3 * 256 * 704 + 2 * 256) + 2 * 4096 * 256 + 256
+    parameters = 2 * (256 * (256 + 128 * 2 + 256) + 3 * 256 * 704 + 2 * 256) + 2 * VOCABULARY * 256 + 256
     for name, one in truths.items():
         assert sum(one["parts"].values()) == one["peak"], name
     one = truths["1 block, recompute all, fp32, full, plain"]
@@ -136,8 +142,8 @@ def test_collectives_and_operations_are_those_of_the_layout(truths):
     assert one["counts"]["reduce-scatter calls"] == 3
     assert one["counts"]["reduce-scatter bytes"] == 4 * one["parameters"]
     assert truths["2 blocks, recompute all, fp32, full, chunks"]["counts"]["all-gather calls"] == 3
-    rows, blocks, head = 2 * 128, 2 * (256 * 768 + 3 * 256 * 704) * 2, 2 * 256 * 4096
-    attention = 2 * (2 * 2 * 8 * 128 * 128 * 32 * 2) // 2  # layers x (two products, causal) of 2 rows and 8 heads
+    rows, blocks, head = 2 * LENGTH, 2 * (256 * 768 + 3 * 256 * 704) * 2, 2 * 256 * VOCABULARY
+    attention = 2 * (2 * 2 * 8 * LENGTH * LENGTH * 32 * 2) // 2  # layers x (two products, causal) of 2 rows and 8 heads
     assert one["counts"]["forward flops"] == rows * (blocks + head) + attention
     assert one["counts"]["backward flops"] == 2 * rows * (blocks + head) + int(2.5 * attention)
     last = 2 * 704 * 256 * 2  # torch stops a recompute before a block's last product, of which nothing was saved
@@ -156,9 +162,9 @@ def test_offloaded_state_is_on_the_host_and_the_rest_is_not(truths):
 
 
 def test_inputs_of_recomputed_blocks_are_on_the_host(truths):
-    """2 blocks of 2 x 128 tokens x 256 values in bf16, and what came before them."""
+    """2 blocks of 2 x LENGTH tokens x 256 values in bf16, and what came before them."""
     plain, one = truths["1 block, recompute all, fp32, full, plain"], truths["inputs on the host"]
-    inputs = 2 * 2 * 128 * 256 * 2
+    inputs = 2 * 2 * LENGTH * 256 * 2
     assert inputs <= one["host"] < 1.1 * inputs and plain["host"] == 0
     assert one["counts"]["host copied"] == one["host"]
 
