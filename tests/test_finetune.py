@@ -50,7 +50,8 @@ def default_run(tmp_path_factory):
     """What `make finetune` launches on this machine, half of its steps."""
     folder = tmp_path_factory.mktemp("default")
     flags = successful(run([sys.executable, str(SAMPLE / "launch_flags.py")])).splitlines()[-1].split()
-    output = successful(accelerate_launch(RECIPE, "--output_dir", folder, "--max_steps", 60, flags=flags))
+    short = ["--max_steps", 60, "--eval_steps", 60, "--max_new_tokens", 24]
+    output = successful(accelerate_launch(RECIPE, "--output_dir", folder, *short, flags=flags))
     return folder, output
 
 
@@ -134,8 +135,8 @@ def test_learning_rate_depends_on_the_step_alone(default_run):
 
 def test_memory_limit_yaml_learns_the_sample_too(tmp_path):
     sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
-    sample += ["--dataset_name", SAMPLE / "data", "--predict_with_generate", "false", "--eval_steps", 0]
-    trained(tmp_path, *sample, "--max_steps", 16, config="mem_limit")
+    sample += ["--dataset_name", part_of_sample(tmp_path / "data", 32), "--predict_with_generate", "false"]
+    trained(tmp_path, *sample, "--eval_steps", 0, "--max_steps", 16, config="mem_limit")
     before, after = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     assert after < 0.5 * before
     report = json.loads((tmp_path / "wrap_report.json").read_text())
@@ -225,7 +226,7 @@ def test_packed_run_learns_and_its_report_counts_rows(tmp_path):
     sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
     packed = ["--packing", "--max_length", 512, "--per_device_train_batch_size", 1, "--max_steps", 16]
     packed += ["--predict_with_generate", "false", "--eval_steps", 0]
-    output = trained(tmp_path, *sample, "--dataset_name", SAMPLE / "data", *packed)
+    output = trained(tmp_path, *sample, "--dataset_name", part_of_sample(tmp_path / "data", 32), *packed)
     assert "packing: 3,600 rows into 418 rows" in output
     before, after = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     assert after < 0.5 * before
