@@ -19,8 +19,8 @@ LONGEST = (
 
 
 # What these find depends on how the processor computes: make test-plain runs them once more.
-ARITHMETIC = {"test_verify", "test_finetune", "test_exactness", "test_performance", "test_mem_limit", "test_non_finite"}
-ARITHMETIC |= {"test_out_of_memory", "test_packing", "test_optimizer", "test_loss_checks"}
+ARITHMETIC = {"test_verify", "test_exactness", "test_performance", "test_mem_limit", "test_non_finite", "test_packing"}
+ARITHMETIC |= {"test_out_of_memory", "test_optimizer", "test_loss_checks"}
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
-        if item.path.stem in ARITHMETIC:
+        if item.path.stem in ARITHMETIC or "default_run" in item.fixturenames:
             item.add_marker("arithmetic")
 
 
