@@ -16,8 +16,8 @@ CONFIG ?= accelerate_configs/default.yaml
 
 finetune: $(VENV)/recipes.done
 	@# one process per GPU, or two; fp32 where the CPU only emulates bf16, and says so
-	$(BIN)/accelerate launch --config_file $(CONFIG) $$($(BIN)/python recipes/sample/launch_flags.py) \
-		recipes/finetune.py $(ARGS)
+	flags=$$($(BIN)/python recipes/sample/launch_flags.py) && \
+		$(BIN)/accelerate launch --config_file $(CONFIG) $$flags recipes/finetune.py $(ARGS)
 
 test: $(VENV)/tests.done
 	@# three test files at a time: much of a launch is one process importing libraries, or ranks that wait

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from last_words import tell_launcher
+from last_words import print_last, tell_launcher
 from memory_diagnosis import explain_out_of_memory
 from torch import nn
 
@@ -47,14 +47,19 @@ def explained_failures(
     Its exit makes the launcher end the others, which print nothing: they only lost a peer. The message is handed to the
     launcher as well, which repeats it in its own last lines.
     """
+    with contextlib.suppress(OSError):
+        failure_file(arguments.output_dir, accelerator.process_index).unlink()  # of a run before this one
     try:
         yield
     except SystemExit as error:
         if isinstance(error.code, str):  # this rank ends by itself, and says why
+            reason, rank_0 = error.code.strip().removeprefix("Error: "), failure_file(arguments.output_dir, 0)
             if accelerator.process_index:  # rank 0 may have met the same: the launcher ends this one before it speaks
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 time.sleep(WAIT_S)
-            hand_on(error.code.strip().removeprefix("Error: "), arguments.output_dir, accelerator.process_index)
+                if rank_0.is_file() and rank_0.read_text(encoding="utf-8") == reason:
+                    sys.exit(1)  # it has spoken, and is slow to end
+            hand_on(reason, arguments.output_dir, accelerator.process_index)
         raise
     except Exception as error:
         where, say = place_of(error, model), partial(print, file=sys.stderr, flush=True)
@@ -63,7 +68,9 @@ def explained_failures(
             said = what_failed(arguments.output_dir)  # another rank has failed, and says why
             lost = f"rank {rank}, step {step}, in {where}: another rank ended ({type(error).__name__}: {error})"
             sys.last_value = SystemExit(said or lost)
-            say("" if said else f"\nError: {lost}\n", end="")
+            if not said:  # it was killed
+                say(f"\nError: {lost}\n")
+                print_last(lost)
             sys.exit(1)
         path = Path(arguments.output_dir, f"out_of_memory-rank-{rank}.json")
         run = arguments, hook_config, script, accelerator.num_processes
@@ -92,7 +99,7 @@ def what_failed(output_dir: str) -> str:
     """The message that the rank which failed has left, soon after its connections closed; "" if it left none."""
     for _ in range(10):
         time.sleep(0.2)
-        found = sorted(Path(output_dir).glob(failure_file("", "*").name))  # of this run: its start removes others
+        found = sorted(Path(output_dir).glob(failure_file("", "*").name))
         if found:
             return found[0].read_text(encoding="utf-8")
     return ""

@@ -41,6 +41,7 @@ def device_count() -> int:
 
 def connect_ranks() -> PartialState:
     """Join the ranks of this run. Plain `python script.py` becomes a run of one rank on the same code path."""
+    tell_of_crashes()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     if "RANK" not in os.environ:
         os.environ.update(alone)
@@ -88,6 +89,8 @@ def stop_together() -> Iterator[None]:
     late.cancel()
     if not any(failures):
         return
+    if failure:
+        late.join()  # it may be in the middle of it
     dist.all_gather_object(has_told, bool(printed), group=group)
     told, is_news = [], []
     for message in dict.fromkeys(message for message in failures if message):
@@ -178,7 +181,6 @@ def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: An
     Raises:
         ValueError: unsupported dtype on this device, processes that do not match, ranks that hold different keys.
     """
-    tell_of_crashes()
     check_processes(config)
     connect_ranks()
     plugin = FullyShardedDataParallelPlugin()

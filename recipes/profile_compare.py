@@ -196,6 +196,7 @@ def run_script(main: Callable[[], None], argv: list[str], port: int, log: str) -
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)  # what fails in here is not this rank's failure
     sys.argv = argv
     main()
 

@@ -51,20 +51,18 @@ class Patience:
     """
 
     def __init__(self, *pids: int) -> None:
-        self.pids = pids
+        self.known = {pid: psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)}
         self.marked, self.used = time.monotonic(), self.cpu_seconds()
 
     def processes(self) -> list[psutil.Process]:
-        """The processes and all that they started."""
-        found = []
-        for pid in self.pids:
+        """The processes and all that they have started, also those whose parent has ended."""
+        for process in list(self.known.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                found += [process, *process.children(recursive=True)]
-        return found
+                self.known |= {child.pid: child for child in process.children(recursive=True)}
+        return list(self.known.values())
 
     def cpu_seconds(self) -> float:
-        """CPU time of them all."""
+        """CPU time of those that live."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -81,9 +79,10 @@ class Patience:
 
     def kill(self) -> None:
         """End them all. SIGABRT first: Python prints its stacks where faulthandler is on."""
+        processes = self.processes()
         for number in (signal.SIGABRT, signal.SIGKILL):
-            for process in self.processes():
-                with contextlib.suppress(psutil.NoSuchProcess):
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):  # which it also raises for another of the same number
                     process.send_signal(number)
             time.sleep(1)
 

@@ -22,7 +22,7 @@ import torch
 import yaml
 from cpu_ranks import run_on_cpu_ranks
 from in_process import Faults, Run, finetune_in_process
-from launching import CONFIGS, RECIPES, ROOT, clean_environment, in_fp32, wait_for_end
+from launching import CONFIGS, RECIPES, ROOT, Patience, clean_environment, in_fp32, wait_for_end
 from resume import load_tensors
 from run_folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
 from safetensors import safe_open
@@ -269,13 +269,12 @@ def test_second_interrupt_stops_at_once(rows, tmp_path, second):
     run.wait_for("10000 steps")
     while not all(handles_signals(process.pid) for process in run.ranks):
         time.sleep(0.05)
-    number = signal.SIGINT
-    while any(process.is_alive() for process in run.ranks):  # two that come at once may be taken for one: again, then
+    for number, pause_s in ((signal.SIGINT, 0.5), (second, 5), (second, 5)):
         for process in run.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
-        time.sleep(0.2)
-        number = second
+        for process in run.ranks:  # two signals that come at once may be taken for one: again, where it has no effect
+            process.join(pause_s)
     done = run.wait()
     assert done.codes == [130, 130] and not complete_checkpoints(folder)
 
@@ -288,8 +287,9 @@ def test_signal_to_the_launcher_saves_too(rows, tmp_path):
     command = [*launch, "--config_file", str(in_fp32()), *script, "--output_dir", str(folder)]
     with open(log, "w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=file, stderr=subprocess.STDOUT)
+        patience = Patience(process.pid)
         while "step 2/" not in log.read_text():
-            assert process.poll() is None, log.read_text()[-2000:]
+            assert process.poll() is None and not patience.is_over(), log.read_text()[-2000:]
             time.sleep(0.1)
         process.terminate()
         wait_for_end(process)

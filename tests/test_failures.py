@@ -64,6 +64,14 @@ def test_out_of_memory_names_place_parts_and_next_knob(tmp_path):
     assert snapshot["parts"]["optimizer state"] >= 2 * snapshot["parts"]["parameter shards"]  # step counts too
 
 
+def test_rank_that_is_killed_is_said_by_the_one_that_lost_it(tmp_path):
+    arguments = ["killed", *ARGUMENTS, "--output_dir", tmp_path]
+    done = accelerate_launch("tests/faulty_run.py", *arguments, config=in_fp32())
+    assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("Failed: rank 0, step 2, in ") and "another rank ended" in last
+
+
 def test_rank_that_never_comes_is_named_with_step_and_place(tmp_path):
     arguments = ["hang", *ARGUMENTS, "--accelerate_config", in_fp32(), "--output_dir", tmp_path]
     shown = finetune_in_process([*arguments, "--hang_timeout", 6], tmp_path / "log", config=None, script="faulty_run")
@@ -95,6 +103,16 @@ def test_place_of_a_row_that_cannot_be_read(error, place):
     assert place_of(caught.value, model) == place
     if isinstance(error, RuntimeError):  # its signal comes anywhere
         assert place_of(error, model) == place
+
+
+def test_rank_is_silent_where_rank_0_has_said_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("failures.signal.signal", lambda *action: None)
+    reason = "a.jsonl, line 7: is not JSON"
+    monkeypatch.setattr("failures.time.sleep", lambda _: (tmp_path / "failure-rank-0.txt").write_text(reason))
+    accelerator, arguments = SimpleNamespace(process_index=1), SimpleNamespace(output_dir=tmp_path)
+    with pytest.raises(SystemExit) as ended, explained_failures(accelerator, None, None, arguments, None, ""):
+        raise SystemExit(f"\nError: {reason}\n")
+    assert ended.value.code == 1 and not (tmp_path / "failure-rank-1.txt").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -19,7 +19,7 @@ from chunked_loss import compute_loss_in_chunks
 from chunked_loss import micro_batch_loss as chunked_micro_batch_loss
 from hook_activation_checkpointing import apply_activation_checkpointing, plan_activation_checkpointing
 from in_process import finetune_in_process
-from launching import RECIPES, clean_environment, in_fp32, wait_for_end
+from launching import RECIPES, Patience, clean_environment, in_fp32, wait_for_end
 from losses import micro_batch_loss
 from model_flops import count_flops, peak_flops, row_flops
 from model_loading import add_adapters
@@ -509,7 +509,9 @@ def test_interrupted_comparison_saves_nothing_and_leaves_nothing(tmp_path):
     command = [sys.executable, RECIPES / "finetune.py", *map(str, words)]
     options = {"env": clean_environment(), "start_new_session": True, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, **options) as process:
+        patience = Patience(process.pid)
         while not (inner / "metrics.jsonl").is_file() and process.poll() is None:
+            assert not patience.is_over()
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
         wait_for_end(process)

@@ -21,7 +21,7 @@ import yaml
 from exact_checks import LORA_CASES, Check
 from hook_config import read_hook_config
 from in_process import Run
-from launching import CONFIGS, RECIPES, ROOT, run
+from launching import CONFIGS, RECIPES, ROOT, Patience, run
 from model_loading import add_adapters
 from transformers import CONFIG_MAPPING, LlamaConfig
 from verify_arguments import VerifyArguments, build_case
@@ -86,6 +86,16 @@ def test_loss_in_bf16_is_caught(results):
 def test_optimizer_on_unsharded_tensors_is_caught_and_named(results):
     wrong = failed(results["faults"]["optimizer on unsharded tensors"])
     assert "is in the optimizer 0 times" in wrong["fp32"]["detail"]
+
+
+def test_optimizer_state_that_is_not_kept_is_caught_though_every_step_starts_from_equal_weights(results):
+    check = failed(results["faults"]["state not kept"])["fp32"]
+    assert check["errors"]["later"] < 1e-6 and check["errors"]["weights"] > 5e-5 and "weights differ" in check["detail"]
+
+
+def test_gradients_that_are_not_zeroed_are_caught_in_the_second_step(results):
+    check = failed(results["faults"]["gradients not zeroed"])["fp32"]
+    assert check["errors"]["gradient"] < 1e-6 and "step 2 differs: norm by" in check["detail"]
 
 
 def test_leaking_pack_is_named_with_the_setting_to_use(results):
@@ -325,10 +335,11 @@ def skip_a_collective(_):
     time.sleep(10_000)
 
 
-def test_rank_that_skips_a_collective_ends_the_run(monkeypatch):
+def test_rank_that_skips_a_collective_ends_the_run(monkeypatch, capfd):
     monkeypatch.setattr(cpu_ranks, "PATIENCE_S", 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the call sets
-    assert cpu_ranks.run_on_cpu_ranks(skip_a_collective, None, 2) == 1  # it returns
+    assert cpu_ranks.run_on_cpu_ranks(skip_a_collective, None, 2) == 1
+    assert "Timed out waiting 2000ms" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
@@ -337,8 +348,9 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
     code += "def rank(_): open(f'{sys.argv[1]}/{os.getpid()}', 'w'); time.sleep(10_000)\n"
     code += "cpu_ranks.run_on_cpu_ranks(rank, None, 2)"
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=RECIPES)
+    patience = Patience(parent.pid)
     while len(list(tmp_path.iterdir())) < 2:
-        assert parent.poll() is None
+        assert parent.poll() is None and not patience.is_over()
         time.sleep(0.1)
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     parent.kill()

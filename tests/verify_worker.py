@@ -77,6 +77,20 @@ def optimizer_of_copies(model: nn.Module, *arguments: object) -> torch.optim.Opt
     return optimizer.make_optimizer(copies, *arguments)
 
 
+def forgetful_optimizer(*arguments: object) -> torch.optim.Optimizer:
+    """An optimizer that begins every step anew."""
+    made = optimizer.make_optimizer(*arguments)
+    made.register_step_pre_hook(lambda *_: made.state.clear())
+    return made
+
+
+def optimizer_that_keeps_gradients(*arguments: object) -> torch.optim.Optimizer:
+    """An optimizer whose zero_grad does nothing."""
+    made = optimizer.make_optimizer(*arguments)
+    made.zero_grad = lambda *_, **__: None
+    return made
+
+
 def leaking_forward(self: nn.Module, *, position_ids: torch.Tensor | None = None, **inputs: torch.Tensor) -> object:
     """Documents packed with positions that go on: every document sees those before it."""
     return forward(self, **inputs)
@@ -169,6 +183,8 @@ FAULTS_OF_ONE_CASE = {  # found by the plain case as well as by any
     "not clipped": mock.patch.object(finetune, "clip_grad_norm", norm_without_clipping),
     "leaking pack": mock.patch.object(LlamaForCausalLM, "forward", leaking_forward),
     "optimizer on unsharded tensors": mock.patch.object(command, "make_optimizer", optimizer_of_copies),
+    "state not kept": mock.patch.object(command, "make_optimizer", forgetful_optimizer),
+    "gradients not zeroed": mock.patch.object(command, "make_optimizer", optimizer_that_keeps_gradients),
     "loss in bf16": mock.patch.object(losses, "token_loss_sum", loss_in_bf16),
     "mean of means": mock.patch.object(finetune, "micro_batch_loss", mean_of_means),
     "NaN on one rank": mock.patch.object(evaluation, "reshard_all", nan_on_one_rank),
