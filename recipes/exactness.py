@@ -26,14 +26,17 @@ Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels: (B, T)
 
 @dataclass
 class Run:
-    """What a run of a few optimizer steps did; tensors are whole in a reference, this rank's rows in a sharded run."""
+    """What a run of a few optimizer steps did; tensors are whole in a reference, this rank's rows in a sharded run.
+
+    `outputs` of each module in the first forward: a reference has those of every rank, a sharded run its own.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # before clipping
     evaluations: list[float] = field(default_factory=list)  # mean loss per label token of the held-out rows
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # after clipping
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # after each step, and at the end of the run
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of each module, in the first forward
+    outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,14 @@ def reference_run(
     steps: list[list[list[Batch]]],
     arithmetic: Arithmetic,
     auxiliary_weight: float = 0.0,
-    rank: int = 0,
     held_out: list[Batch] | None = None,
     eval_steps: int = 0,
 ) -> Run:
     """Train a plain model; `steps` holds, per optimizer step, the micro-batches of each rank.
 
-    `rank` is the one whose first forward is recorded module by module. The held-out rows of all ranks are evaluated
-    every `eval_steps` and at the end.
+    The held-out rows of all ranks are evaluated every `eval_steps` and at the end.
     """
-    run = Run()
+    run = Run(outputs=[{} for _ in steps[0]])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = [p for p in trained.values() if p.ndim > 1]
     others = [p for p in trained.values() if p.ndim < 2]
@@ -85,8 +86,8 @@ def reference_run(
         for i in range(len(per_rank[0])):
             for r, micro_batches in enumerate(per_rank):
                 torch.set_rng_state(random_states[r])
-                records = not run.outputs and r == rank
-                with recorded_outputs(model, run.outputs) if records else contextlib.nullcontext():
+                is_recorded = bool(run.outputs[r])
+                with contextlib.nullcontext() if is_recorded else recorded_outputs(model, run.outputs[r]):
                     loss, token_loss = reference_loss(model, micro_batches[i], arithmetic, auxiliary_weight)
                 gradients = torch.autograd.grad(loss * len(per_rank) / count, trained.values(), allow_unused=True)
                 random_states[r] = torch.get_rng_state()
@@ -268,8 +269,9 @@ def relative_error(found: float, expected: float) -> float:
 
 def first_different_module(found: Run, expected: Run, tolerance: float) -> str | None:
     """Name of the first module in order of execution whose output differs in the first forward, None if none does."""
-    for name, value in expected.outputs.items():
-        other = found.outputs.get(name)
+    (outputs,) = found.outputs
+    for name, value in expected.outputs[dist.get_rank()].items():
+        other = outputs.get(name)
         if other is None or other.shape != value.shape or not value.is_floating_point():
             continue
         if not (other.double() - value.double()).norm() <= tolerance * max(value.double().norm().item(), 1e-30):

@@ -21,6 +21,7 @@ from functools import partial
 
 import finetune
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from architecture import (
     balancing_term,
@@ -79,6 +80,16 @@ from verify_arguments import VerifyArguments, build_case, load_model_config
 from verify_report import exit_status, json_report, print_json, table, verdict
 from wrap_report import check_against_plan, read_units
 
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why an unsharded run of the tiny model did not end."""
+
+    error: str
+    described: str  # with its type and place
+    is_refusal: bool  # a ValueError: the model says that it cannot be used so
+
+
 MAX_LAYERS = 48  # of a tiny model that keeps the number of layers
 PACKED, REAL_UNITS = "packed documents", "units at real size"
 
@@ -136,7 +147,7 @@ def verify(
     config: HookConfig,
     accelerator: Accelerator,
     lora: VerifyArguments | None = None,
-    references: dict[tuple, Run] | None = None,
+    references: dict[tuple, Run | Failure] | None = None,
 ) -> Iterator[Check]:
     """Run all checks of one model under one YAML, yielding each as it is done. Every rank must call it.
 
@@ -151,23 +162,22 @@ def verify(
     whole, cause = unsized_model(model_config)
     min_num_params = scaled_threshold(config.fsdp_min_num_params, build(), whole)
     runs: dict[Case, Run] = {}
+    configs = {case: config_of(case, config, min_num_params) for case in cases}
+    keys = {case: (*reference_key(case, configs[case]), build.keywords["keeps_layers"]) for case in cases}
+    missing = {key: case for case, key in keys.items() if key not in references}
+    references |= shared_references(missing, configs, build, lora)
     for case in cases:
-        failure, can_run = "", True
-        run_config = config_of(case, config, min_num_params)
-        key = (*reference_key(case, run_config), build.keywords["keeps_layers"])
+        run_config, expected = configs[case], references[keys[case]]
+        failure, can_run = "", not isinstance(expected, Failure)
+        if isinstance(expected, Failure) and expected.is_refusal and case.dropout:
+            yield Check(case.name, True, False, detail=f"not proved: {expected.error}")
+            continue
         try:
-            if key not in references:
+            if isinstance(expected, Failure):
+                failure = f"the tiny model does not run ({expected.described})"
+            else:
                 model = build_case(build, case, lora)
-                references[key] = reference_of(model, run_config, accelerator, case)
-        except Exception as error:
-            failure, can_run = f"the tiny model does not run ({describe(error)})", False
-            if case.dropout and isinstance(error, ValueError):
-                yield Check(case.name, True, False, detail=f"not proved: {error}")
-                continue
-        try:
-            if not failure:
-                model = build_case(build, case, lora)
-                runs[case] = sharded_run(model, run_config, accelerator, case, references[key])
+                runs[case] = sharded_run(model, run_config, accelerator, case, expected)
         except (Exception, SystemExit) as error:  # a model that cannot run is a finding, and the other checks go on
             accelerator.free_memory()
             failure = describe(error)
@@ -177,14 +187,12 @@ def verify(
         tolerance = TOLERANCE if config.hook_reduce_every_micro_batch else DEFERRED_TOLERANCE
         if run_config.hook_reduce_dtype == "bf16" and accelerator.num_processes > 2:
             tolerance = REDUCED_BF16_TOLERANCE
-        check = compare(case, runs[case], references[key], run_config.hook_param_dtype, tolerance)
+        check = compare(case, runs[case], expected, run_config.hook_param_dtype, tolerance)
         if case.use_peft and lora.lora_dropout and not model.peft_config["default"].lora_dropout:
             check.detail = "; ".join(filter(None, (check.detail, "run with --lora_dropout 0, which its experts need")))
         yield check
         if case in (CASES[0], LORA_CASES[0]):
-            yield from gradient_check(
-                references[key], "gradient in every " + ("adapter" if case.use_peft else "tensor")
-            )
+            yield from gradient_check(expected, "gradient in every " + ("adapter" if case.use_peft else "tensor"))
     yield from same_bits_check(runs)
     experts = build_case(build, BALANCING_CASE, None) if BALANCING_CASE in runs else None
     yield from acting_checks(runs, 0.0 if experts is None else balancing_term(experts))
@@ -249,7 +257,8 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     held_out, log = held_out_of(rank, tokens), RecordingLog()
     names |= {"on_non_finite": "stop", "output_dir": "", "max_grad_norm": arithmetic.max_grad_norm}
     torch.manual_seed(SEED + rank)
-    with recorded_outputs(model, run.outputs):
+    run.outputs.append({})
+    with recorded_outputs(model, run.outputs[0]):
         parts = accelerator, model, prepared, scheduler, steps, held_out, log
         finetune.train(*parts, dict(START), None, [], types.SimpleNamespace(**names), config)
     trained = [values for values in log.written if "loss" in values]
@@ -261,10 +270,28 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     return run
 
 
-def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case) -> Run:
+def shared_references(
+    missing: dict[tuple, Case], configs: dict[Case, HookConfig], build: partial, lora: VerifyArguments | None
+) -> dict[tuple, Run | Failure]:
+    """The unsharded run of each key. One rank makes it and hands it to all; the long ones are dealt out first. Every
+    rank must call it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own: dict[tuple, Run | Failure] = {}
+    for key in sorted(missing, key=lambda key: -missing[key].accumulation)[rank::world_size]:
+        case = missing[key]
+        try:
+            own[key] = reference_of(build_case(build, case, lora), configs[case], world_size, case)
+        except Exception as error:
+            own[key] = Failure(str(error), describe(error), isinstance(error, ValueError))
+    parts: list[dict] = [{}] * world_size
+    dist.all_gather_object(parts, own)
+    return {key: run for part in parts for key, run in part.items()}
+
+
+def reference_of(model: nn.Module, config: HookConfig, world_size: int, case: Case) -> Run:
     """One process that holds the whole model and runs the rows of all ranks."""
     tokens = text_tokens(model)
-    per_rank = [batches_of(rank, case.accumulation, tokens) for rank in range(accelerator.num_processes)]
+    per_rank = [batches_of(rank, case.accumulation, tokens) for rank in range(world_size)]
     steps = [list(micro_batches) for micro_batches in zip(*per_rank)]
     norms = norms_by_name(model)[0] if config.hook_norm_dtype else frozenset()
     kept = kept_in_fp32(model)[0] if config.hook_param_dtype != "fp32" else []
@@ -280,9 +307,8 @@ def reference_of(model: nn.Module, config: HookConfig, accelerator: Accelerator,
             parameter.data = parameter.data.to(arithmetic.param_dtype)
     if config.hook_buffer_dtype is not None:
         set_buffer_dtype(model, DTYPES[config.hook_buffer_dtype])
-    held_out = [batch for rank in range(accelerator.num_processes) for batch in held_out_of(rank, tokens)]
-    weight, rank = balancing_weight(model.config), accelerator.process_index
-    return reference_run(model, steps, arithmetic, weight, rank, held_out, EVAL_STEPS)
+    held_out = [batch for rank in range(world_size) for batch in held_out_of(rank, tokens)]
+    return reference_run(model, steps, arithmetic, balancing_weight(model.config), held_out, EVAL_STEPS)
 
 
 def unit_check(model: nn.Module, config: HookConfig, name: str) -> Iterator[Check]:
