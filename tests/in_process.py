@@ -23,9 +23,8 @@ from launching import RECIPES, Patience, arithmetic_path, in_fp32
 
 FOLDERS = [*arithmetic_path(), str(RECIPES), str(Path(__file__).parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join(FOLDERS)  # for the fork server's imports
-PRELOADED = ["finetune", "finetune_mem_limit", "finetune_performance", "verify", "launch_worker", "in_process"]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(PRELOADED)
+CONTEXT.set_forkserver_preload(["preloaded"])
 
 
 @dataclass

@@ -3,7 +3,9 @@
 import atexit
 import contextlib
 import functools
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 
 import psutil
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
@@ -40,6 +43,22 @@ def part_of_sample(folder: Path, test_rows: int) -> Path:
     for name, rows in (("train", None), ("test", test_rows)):
         lines = (RECIPES / "sample" / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / f"{name}.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
+    return folder
+
+
+@functools.cache
+def small_model() -> Path:
+    """The sample's model without its last three blocks, for what does not depend on its size; with two blocks per unit
+    the last unit has one."""
+    folder = Path(tempfile.mkdtemp(), "model")
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    shutil.copytree(RECIPES / "sample" / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if not re.match(r"model\.layers\.[345]\.", name)}
+    assert config["num_hidden_layers"] == 6 and len(weights) - len(kept) == 3 * 9
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -22,7 +22,7 @@ import torch
 import yaml
 from cpu_ranks import run_on_cpu_ranks
 from in_process import Faults, Run, finetune_in_process
-from launching import CONFIGS, RECIPES, ROOT, Patience, clean_environment, in_fp32, wait_for_end
+from launching import CONFIGS, RECIPES, ROOT, Patience, clean_environment, in_fp32, small_model, wait_for_end
 from resume import load_tensors
 from run_folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
 from safetensors import safe_open
@@ -31,7 +31,7 @@ from tiny_models import tiny_llama
 from torch.distributed.fsdp import fully_shard
 from training_state import training_tensors
 
-SAMPLE = RECIPES / "sample"
+SAMPLE, MODEL = RECIPES / "sample", small_model()
 STEPS = 8
 
 
@@ -44,7 +44,7 @@ def rows(tmp_path_factory):
     return path
 
 
-def common(rows, *more, save_steps=2, steps=STEPS, model=SAMPLE / "model"):
+def common(rows, *more, save_steps=2, steps=STEPS, model=MODEL):
     arguments = ["--model_name_or_path", model, "--dataset_name", rows, "--max_steps", steps, "--logging_steps", 1]
     arguments += ["--save_steps", save_steps, "--report_to", "none", "--learning_rate", 1e-3, "--max_length", 128]
     return [*arguments, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, *more]
@@ -336,11 +336,11 @@ def test_saved_names_are_the_models_own_and_a_tied_head_is_saved_once(rows, tmp_
     """Also under selective recompute, which puts wrappers into the module names."""
     model = tmp_path / "tied"
     model.mkdir()
-    for path in (SAMPLE / "model").iterdir():
+    for path in MODEL.iterdir():
         if "token" in path.name or "chat" in path.name:
             shutil.copy(path, model)
     tied = tiny_llama(tied=True)
-    tied.resize_token_embeddings(json.loads((SAMPLE / "model" / "config.json").read_text())["vocab_size"])
+    tied.resize_token_embeddings(json.loads((MODEL / "config.json").read_text())["vocab_size"])
     tied.save_pretrained(model)
     values = yaml.safe_load(in_fp32("mem_limit").read_text())
     values["fsdp_config"]["hook_checkpoint_mode"] = "selective"
@@ -441,7 +441,7 @@ def test_change_that_would_make_the_run_wrong_stops_it(rows, whole, tmp_path, mo
 
 def test_other_model_stops_the_run(rows, whole, tmp_path):
     other = tmp_path / "other"
-    shutil.copytree(SAMPLE / "model", other)
+    shutil.copytree(MODEL, other)
     config = json.loads((other / "config.json").read_text())
     model = tiny_llama()
     model.resize_token_embeddings(config["vocab_size"])
@@ -466,7 +466,7 @@ def test_other_frozen_weights_stop_the_run(rows, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     arguments = common(rows, "--use_peft", steps=2)
     succeeded(finetune_in_process([*arguments, "--output_dir", one], tmp_path / "log"))
-    shutil.copytree(SAMPLE / "model", other)
+    shutil.copytree(MODEL, other)
     weights = load_file(other / "model.safetensors")
     weights["model.layers.2.mlp.up_proj.weight"][3, 3] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})

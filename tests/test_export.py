@@ -10,18 +10,18 @@ import pytest
 import torch
 from export import export_checkpoint
 from in_process import finetune_in_process
-from launching import RECIPES
+from launching import RECIPES, small_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, MixtralConfig
 
-SAMPLE = RECIPES / "sample"
+SAMPLE, MODEL = RECIPES / "sample", small_model()
 ROWS = SAMPLE / "data" / "train.jsonl"
 IDS = torch.arange(5, 45).view(2, 20)
 
 
-def trained(folder, model=SAMPLE / "model", *more):
+def trained(folder, model=MODEL, *more):
     """Two steps, a checkpoint at each end of them."""
     arguments = ["--model_name_or_path", model, "--dataset_name", ROWS, "--max_steps", 2, "--save_steps", 2]
     arguments += ["--learning_rate", 1e-2, "--report_to", "none", "--output_dir", folder, "--max_length", 128, *more]
@@ -39,7 +39,7 @@ def full(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory):
     """A checkpoint of LoRA."""
-    return trained(tmp_path_factory.mktemp("lora") / "run", SAMPLE / "model", "--use_peft")
+    return trained(tmp_path_factory.mktemp("lora") / "run", MODEL, "--use_peft")
 
 
 def logits(model):
@@ -52,9 +52,9 @@ def all_weights(folder):
 
 
 def with_sample_tokenizer(model, folder):
-    model.resize_token_embeddings(json.loads((SAMPLE / "model" / "config.json").read_text())["vocab_size"])
+    model.resize_token_embeddings(json.loads((MODEL / "config.json").read_text())["vocab_size"])
     model.save_pretrained(folder)
-    for path in (SAMPLE / "model").iterdir():
+    for path in MODEL.iterdir():
         if "token" in path.name or "chat" in path.name:
             shutil.copy(path, folder)
     return folder
@@ -91,10 +91,10 @@ def test_dtype_and_shard_size_are_as_asked(full, tmp_path):
 
 def test_adapter_loads_in_plain_peft(lora, tmp_path):
     export_checkpoint(lora, tmp_path / "out")
-    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model")
+    base = AutoModelForCausalLM.from_pretrained(MODEL)
     without = logits(base)
     found = logits(PeftModel.from_pretrained(base, tmp_path / "out"))
-    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model")
+    base = AutoModelForCausalLM.from_pretrained(MODEL)
     assert torch.equal(found, logits(PeftModel.from_pretrained(base, lora.parent / "model")))
     assert not torch.equal(found, without)
     assert not list((tmp_path / "out").glob("model*.safetensors"))
@@ -103,11 +103,11 @@ def test_adapter_loads_in_plain_peft(lora, tmp_path):
 def test_merged_adapter_equals_pefts_own_merge(lora, tmp_path):
     """In fp32, where peft rounds no more than we do: 1e-5 of the logits' size."""
     export_checkpoint(lora, tmp_path / "out", merge_adapter=True, dtype="fp32", max_shard_size="1MB")
-    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected = logits(PeftModel.from_pretrained(base, lora.parent / "model").merge_and_unload())
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert (found - expected).norm() <= 1e-5 * expected.norm()
-    unmerged = logits(AutoModelForCausalLM.from_pretrained(SAMPLE / "model", dtype=torch.float32))
+    unmerged = logits(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
     assert (unmerged - expected).norm() > 1e-3 * expected.norm()
 
 
@@ -132,7 +132,7 @@ def test_square_transposed_weights_merge_right_also_from_files_without_the_decod
 
 def test_adapter_that_cannot_be_merged_file_by_file_is_refused(tmp_path):
     targets = ("--use_peft", "--lora_target_modules", "embed_tokens", "q_proj")
-    checkpoint = trained(tmp_path / "run", SAMPLE / "model", *targets)
+    checkpoint = trained(tmp_path / "run", MODEL, *targets)
     with pytest.raises(ValueError, match=r"embed_tokens.*merge_and_unload"):
         export_checkpoint(checkpoint, tmp_path / "out", merge_adapter=True)
     export_checkpoint(checkpoint, tmp_path / "out")
@@ -189,7 +189,7 @@ def test_half_checkpoints_and_other_bases_are_refused(full, lora, tmp_path):
     with pytest.raises(ValueError, match="are not the same"):
         export_checkpoint(full, tmp_path / "out2", model_name_or_path=str(other))
     changed = tmp_path / "changed"
-    shutil.copytree(SAMPLE / "model", changed)
+    shutil.copytree(MODEL, changed)
     weights = load_file(changed / "model.safetensors")
     weights["model.layers.2.mlp.up_proj.weight"][3, 3] += 1
     save_file(weights, changed / "model.safetensors", {"format": "pt"})

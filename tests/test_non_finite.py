@@ -17,14 +17,14 @@ from batches import shuffled_order, split_rows
 from evaluation import say_non_finite
 from finite_hooks import find_non_finite
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES
+from launching import CONFIGS, RECIPES, small_model
 from non_finite import MAX_SKIPPED_STEPS, NonFiniteSteps
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer
 
-SAMPLE = RECIPES / "sample"
+SAMPLE, MODEL = RECIPES / "sample", small_model()
 ROWS, MICRO, ACCUMULATION, SEED = 40, 2, 2, 42
 
 
@@ -45,8 +45,8 @@ def run(rows, model, folder, *more, steps=4, **kwargs):
 
 
 def changed_model(folder, change):
-    """The sample model with other values in its file."""
-    shutil.copytree(SAMPLE / "model", folder)
+    """The model with other values in its file."""
+    shutil.copytree(MODEL, folder)
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -126,20 +126,20 @@ def test_replay_finds_the_same_and_trains_nothing(overflowing, rows, tmp_path, s
 
 def test_replay_with_weights_that_are_well_says_so(overflowing, rows, tmp_path):
     saved = overflowing[1] / "non_finite"
-    done = run(rows, SAMPLE / "model", tmp_path / "out", "--replay_batch", saved)
+    done = run(rows, MODEL, tmp_path / "out", "--replay_batch", saved)
     assert not any(done.codes) and done.output.count("all finite") == 1 and "forward of" not in done.output
 
 
 def test_replay_of_a_damaged_file_ends_every_rank_with_one_message(overflowing, rows, tmp_path):
     shutil.copytree(overflowing[1] / "non_finite", tmp_path / "saved")
     (tmp_path / "saved" / "rank-1.safetensors").write_bytes(b"torn")
-    done = run(rows, SAMPLE / "model", tmp_path / "out", "--replay_batch", tmp_path / "saved")
+    done = run(rows, MODEL, tmp_path / "out", "--replay_batch", tmp_path / "saved")
     assert done.codes == [1, 1] and done.output.count("Error: --replay_batch") == 1 and "rank 1: " in done.output
 
 
 def test_held_out_row_that_alone_is_not_finite_is_named(rows, tmp_path):
     """Its token's embedding is infinite, and no training row holds it."""
-    tokenizer, data = AutoTokenizer.from_pretrained(SAMPLE / "model"), tmp_path / "data"
+    tokenizer, data = AutoTokenizer.from_pretrained(MODEL), tmp_path / "data"
     data.mkdir()
     shutil.copy(rows, data / "train.jsonl")
     lines = (SAMPLE / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:4]
@@ -174,7 +174,7 @@ def test_rows_are_not_blamed_for_weights_though_a_filler_has_no_loss(capsys, mon
 
 def token_of_one_row(rows, rank, step):
     """(a token, its row): it is in that row alone, which this rank takes in this step."""
-    tokenizer = AutoTokenizer.from_pretrained(SAMPLE / "model")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     chats = [json.loads(line)["messages"] for line in rows.read_text().splitlines()]
     ids = [set(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]) for chat in chats]
     counts = Counter(token for row in ids for token in row)
@@ -276,7 +276,7 @@ class TheirModel(LlamaForCausalLM):
 def test_backward_that_alone_is_not_finite_is_named_under_recompute_and_chunks(rows, tmp_path):
     """The root of a distance that is zero: finite, and its slope is not (a hook in the model's own code)."""
     model = tmp_path / "theirs"
-    shutil.copytree(SAMPLE / "model", model)
+    shutil.copytree(MODEL, model)
     (model / "modeling_theirs.py").write_text(THEIR_MODEL)
     config = json.loads((model / "config.json").read_text())
     config |= {"architectures": ["TheirModel"], "auto_map": {"AutoModelForCausalLM": "modeling_theirs.TheirModel"}}

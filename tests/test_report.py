@@ -14,12 +14,12 @@ import pytest
 import report
 import torch
 from in_process import Run, finetune_in_process
-from launching import RECIPES
+from launching import RECIPES, small_model
 from report_comparison import compare_runs_report
 from run_files import read_metrics, read_run
 from run_record import RunRecord
 
-SAMPLE = RECIPES / "sample"
+SAMPLE, MODEL = RECIPES / "sample", small_model()
 PLOTS = ("loss.png", "speed.png", "optimization.png", "memory.png")
 
 
@@ -38,7 +38,7 @@ def arguments(tmp_path_factory):
     for name, count in (("train", 40), ("test", 4)):
         lines = (SAMPLE / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    common = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", folder, "--max_length", 128]
+    common = ["--model_name_or_path", MODEL, "--dataset_name", folder, "--max_length", 128]
     common += ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 1, "--logging_steps", 1]
     return [*common, "--learning_rate", 1e-3, "--report_to", "none"]
 
@@ -77,8 +77,8 @@ def test_report_holds_what_metrics_do_not(finished):
     text = (folder / "report.md").read_text()
     wrap = json.loads((folder / "wrap_report.json").read_text())
     section = rows_of(text, "## What FSDP did")
-    assert section["units, the root included"] == str(wrap["num_units"]) == "7"
-    assert section["blocks that recompute"] == "6 of 6"
+    assert section["units, the root included"] == str(wrap["num_units"]) == "4"
+    assert section["blocks that recompute"] == "3 of 3"
     changed = rows_of(text, "## Arguments")
     assert changed["--max_steps"] == ["3", "-1"] and changed["--learning_rate"] == ["0.001", "2e-05"]
     assert "--weight_decay" not in changed
