@@ -1,9 +1,13 @@
 """Lets the tests import the siblings in recipes/ by bare name, as the recipes themselves do."""
 
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; all it starts would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The longest files first, the shortest last: what is left at the end keeps all workers busy.
