@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, part_of_sample, run
+from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, part_of_sample, run, small_model
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPE = RECIPES / "finetune.py"
-SAMPLE = RECIPES / "sample"
+SAMPLE, SMALL_MODEL = RECIPES / "sample", small_model()
 SCRIPTS = ("finetune", "finetune_mem_limit", "finetune_performance")
 
 
@@ -134,17 +134,17 @@ def test_learning_rate_depends_on_the_step_alone(default_run):
 
 
 def test_memory_limit_yaml_learns_the_sample_too(tmp_path):
-    sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
+    sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SMALL_MODEL]
     sample += ["--dataset_name", part_of_sample(tmp_path / "data", 32), "--predict_with_generate", "false"]
     trained(tmp_path, *sample, "--eval_steps", 0, "--max_steps", 16, config="mem_limit")
     before, after = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     assert after < 0.5 * before
     report = json.loads((tmp_path / "wrap_report.json").read_text())
-    assert report["num_units"] == 8 and len(report["recomputed_blocks"]) == 6
+    assert report["num_units"] == 5 and len(report["recomputed_blocks"]) == 3
 
 
 def test_shuffled_answers_are_not_learnt(tmp_path):
-    """The score measures what the rows teach: with answers moved to other prompts it stays low."""
+    """The score measures what the rows teach: with answers moved to other prompts it stays low in as many steps."""
     rows = [json.loads(line) for line in (SAMPLE / "data" / "train.jsonl").read_text().splitlines()]
     answers = [row["messages"][-1] for row in rows]
     data = tmp_path / "data"
@@ -154,17 +154,17 @@ def test_shuffled_answers_are_not_learnt(tmp_path):
             file.write(json.dumps({"messages": [row["messages"][0], answer]}) + "\n")
     shutil.copy(part_of_sample(tmp_path / "part", 32) / "test.jsonl", data)
     arguments = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
-    trained(tmp_path / "out", *arguments, "--dataset_name", data, "--eval_steps", 0, "--max_steps", 45)
+    trained(tmp_path / "out", *arguments, "--dataset_name", data, "--eval_steps", 0, "--max_steps", 60)
     assert last_score(tmp_path / "out")[1] < 0.2
 
 
 def test_exported_adapter_loads_in_plain_peft(tmp_path):
-    arguments = ["--use_peft", "--max_steps", 4, "--eval_steps", 0, "--model_name_or_path", SAMPLE / "model"]
+    arguments = ["--use_peft", "--max_steps", 4, "--eval_steps", 0, "--model_name_or_path", SMALL_MODEL]
     trained(tmp_path, *arguments, "--dataset_name", SAMPLE / "data" / "train.jsonl", "--learning_rate", 1e-3)
     adapter = load_file(tmp_path / "model" / "adapter_model.safetensors")
     assert not any(path.name.startswith("model") for path in (tmp_path / "model").iterdir())
     assert all("lora_" in name and "FSDP" not in name and "_orig_mod" not in name for name in adapter)
-    base = AutoModelForCausalLM.from_pretrained(SAMPLE / "model")
+    base = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         without = base(ids).logits.clone()
@@ -214,7 +214,7 @@ def model_with_its_own_code(folder):
 def test_bad_row_ends_both_ranks_with_one_message_and_a_preview_trains_nothing(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a b", "completion": " c"}\n{"prompt": "a b", "completion": ""}\n')
-    arguments = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", rows]
+    arguments = ["--model_name_or_path", SMALL_MODEL, "--dataset_name", rows]
     done = finetune_in_process([*arguments, "--output_dir", tmp_path / "bad"], tmp_path / "log")
     assert done.codes == [1, 1]
     assert done.output.count(f"{rows}, line 2: completion is empty") == 1 and "--skip_bad_rows" in done.output
@@ -223,7 +223,7 @@ def test_bad_row_ends_both_ranks_with_one_message_and_a_preview_trains_nothing(t
 
 
 def test_packed_run_learns_and_its_report_counts_rows(tmp_path):
-    sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SAMPLE / "model"]
+    sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SMALL_MODEL]
     packed = ["--packing", "--max_length", 512, "--per_device_train_batch_size", 1, "--max_steps", 16]
     packed += ["--predict_with_generate", "false", "--eval_steps", 0]
     output = trained(tmp_path, *sample, "--dataset_name", part_of_sample(tmp_path / "data", 32), *packed)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_process import finetune_in_process
-from launching import CONFIGS, PLAIN_ARITHMETIC, RECIPES, run
+from launching import CONFIGS, PLAIN_ARITHMETIC, RECIPES, run, small_model
 from loss_checks import SPIKES, WINDOW, LossWatch
 from start_lines import emulation_line, start_lines
 from torch import nn
@@ -82,7 +82,7 @@ def test_run_whose_rows_make_its_loss_jump_says_so_once(tmp_path):
     noise = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=40))
     rows = [line] * 42 + [json.dumps({"prompt": "a", "completion": noise[i:] + noise[:i]}) for i in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    arguments = ["--model_name_or_path", SAMPLE / "model", "--dataset_name", tmp_path / "train.jsonl"]
+    arguments = ["--model_name_or_path", small_model(), "--dataset_name", tmp_path / "train.jsonl"]
     arguments += ["--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 1, "--learning_rate", 1e-3]
     arguments += ["--max_steps", 35, "--report_to", "none", "--output_dir", tmp_path / "out"]
     done = finetune_in_process(arguments, tmp_path / "log", world_size=1, config=CONFIGS / "performance.yaml")

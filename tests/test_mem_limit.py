@@ -13,7 +13,7 @@ from arguments import MemLimitArguments, parse_arguments
 from bench_meter import StepMeter
 from chunked_loss import compute_loss_in_chunks
 from in_process import finetune_in_process
-from launching import RECIPES, part_of_sample
+from launching import RECIPES, part_of_sample, small_model
 from losses import micro_batch_loss
 from shrink import build_tiny_model
 from test_exactness import check_cell, launch_worker
@@ -138,7 +138,7 @@ def test_auto_find_batch_size_starts_with_the_rows_of_a_step():
 
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
-    arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
+    arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", small_model(), "--eval_steps", 0]
     arguments += ["--dataset_name", part_of_sample(tmp_path / "data", 32), "--max_steps", 16, "--output_dir", tmp_path]
     arguments += ["--max_new_tokens", 8]
     done = finetune_in_process(arguments, tmp_path / "log", config="mem_limit", script="finetune_mem_limit")

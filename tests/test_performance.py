@@ -12,7 +12,7 @@ from arguments import PerformanceArguments, parse_arguments
 from batches import fetch_ahead
 from block_kernels import check_kernels, use_kernels
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES, part_of_sample
+from launching import CONFIGS, RECIPES, part_of_sample, small_model
 from shrink import build_tiny_model
 from test_exactness import check_cell, launch_worker
 from tiny_models import tiny_llama
@@ -49,7 +49,7 @@ def test_diff_to_finetune_is_the_scenario():
 
 def test_script_learns_the_sample_under_its_yaml(tmp_path):
     sample = RECIPES / "sample"
-    arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", sample / "model", "--eval_steps", 0]
+    arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", small_model(), "--eval_steps", 0]
     arguments += ["--dataset_name", part_of_sample(tmp_path / "data", 16), "--output_dir", tmp_path, "--max_steps", 12]
     arguments += [
         "--max_new_tokens",
