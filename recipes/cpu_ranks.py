@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE_S = 600  # for a rank that does not come to a collective; between two lie some seconds of work
+PATIENCE_S = 600  # for a rank that does not come to a collective, at most its share of the unsharded runs later
 AGREEMENT_S = 120  # for a rank that does not say how a case ended: the one that failed alone ends all of them then
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -92,10 +92,13 @@ def exact_config(config: HookConfig) -> HookConfig:
 
 
 def reference_key(case: Case, config: HookConfig) -> tuple:
-    """What an unsharded run depends on: neither wrapping nor recompute."""
+    """What an unsharded run depends on: neither wrapping nor recompute.
+
+    Also whether it is a policy's, whose weights and clipping are its own under a YAML that computes in fp32 too.
+    """
     dtypes = (config.hook_param_dtype, config.hook_reduce_dtype, config.hook_norm_dtype, config.hook_buffer_dtype)
     defers = case.accumulation > 1 and not config.hook_reduce_every_micro_batch
-    return case.dropout, case.accumulation, case.use_peft, case.balances, dtypes, defers
+    return case.is_policy, case.dropout, case.accumulation, case.use_peft, case.balances, dtypes, defers
 
 
 def config_of(case: Case, config: HookConfig, min_num_params: int) -> HookConfig:

@@ -147,7 +147,7 @@ def verify(
     config: HookConfig,
     accelerator: Accelerator,
     lora: VerifyArguments | None = None,
-    references: dict[tuple, Run | Failure] | None = None,
+    references: dict[tuple, Run] | None = None,
 ) -> Iterator[Check]:
     """Run all checks of one model under one YAML, yielding each as it is done. Every rank must call it.
 
@@ -165,9 +165,10 @@ def verify(
     configs = {case: config_of(case, config, min_num_params) for case in cases}
     keys = {case: (*reference_key(case, configs[case]), build.keywords["keeps_layers"]) for case in cases}
     missing = {key: case for case, key in keys.items() if key not in references}
-    references |= shared_references(missing, configs, build, lora)
+    made = shared_references(missing, configs, build, lora)
+    references |= {key: run for key, run in made.items() if isinstance(run, Run)}
     for case in cases:
-        run_config, expected = configs[case], references[keys[case]]
+        run_config, expected = configs[case], (made | references)[keys[case]]
         failure, can_run = "", not isinstance(expected, Failure)
         if isinstance(expected, Failure) and expected.is_refusal and case.dropout:
             yield Check(case.name, True, False, detail=f"not proved: {expected.error}")
@@ -273,11 +274,12 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
 def shared_references(
     missing: dict[tuple, Case], configs: dict[Case, HookConfig], build: partial, lora: VerifyArguments | None
 ) -> dict[tuple, Run | Failure]:
-    """The unsharded run of each key. One rank makes it and hands it to all; the long ones are dealt out first. Every
-    rank must call it."""
+    """The unsharded run of each key. One rank makes it and hands it to all; the ranks take turns, the long runs first.
+    Every rank must call it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own: dict[tuple, Run | Failure] = {}
-    for key in sorted(missing, key=lambda key: -missing[key].accumulation)[rank::world_size]:
+    longest_first = sorted(missing, key=lambda key: (missing[key].accumulation, missing[key].is_policy), reverse=True)
+    for key in longest_first[rank::world_size]:
         case = missing[key]
         try:
             own[key] = reference_of(build_case(build, case, lora), configs[case], world_size, case)

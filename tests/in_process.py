@@ -23,8 +23,9 @@ from launching import RECIPES, Patience, arithmetic_path, in_fp32
 
 FOLDERS = [*arithmetic_path(), str(RECIPES), str(Path(__file__).parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join(FOLDERS)  # for the fork server's imports
+SCRIPTS = ("finetune", "finetune_mem_limit", "finetune_performance", "verify")
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["preloaded"])
+CONTEXT.set_forkserver_preload([*SCRIPTS, "launch_worker", "in_process", "preloaded"])
 
 
 @dataclass

@@ -10,6 +10,7 @@ also against the replica: 5e-6); weights after 3 steps to 5e-5, as everywhere in
 
 import json
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -45,8 +46,9 @@ def check_cell(name, cell, later=1):
 def test_grid_has_every_meeting_of_three_of_wrap_dtype_training_and_accumulation_under_every_recompute(results):
     assert len(CELLS) == len(set(CELLS)) == len(results["cells"])
     sizes = {"wrap": 7, "dtype": 2, "training": 2, "accumulation": 2}
+    plain = [cell for cell in grid() if not cell.extra and not cell.tied and cell.reduce_dtype == "fp32"]
     for names in combinations(sizes, 3):
-        met = {(c.recompute, *(getattr(c, name) for name in names)) for c in grid() if not c.extra and not c.tied}
+        met = {(c.recompute, *(getattr(c, name) for name in names)) for c in plain}
         modes = ("none", "every", "every_2nd")
         assert sum(recompute in modes for recompute, *_ in met) == len(modes) * math.prod(sizes[n] for n in names)
     assert results["world_size"] == 2
@@ -75,7 +77,8 @@ def test_recompute_is_bit_equal_to_no_recompute_with_and_without_dropout(results
         for n, c in results["cells"].items()
         if "same_bits_as_without_recompute" in c
     }
-    assert len(compared) >= 7 * 2 * 2 * 2
+    cells = set(grid())
+    assert len(compared) == sum(c.recompute != "none" and replace(c, recompute="none") in cells for c in cells) > 80
     assert [name for name, is_equal in compared.items() if not is_equal] == []
 
 

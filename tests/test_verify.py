@@ -21,7 +21,7 @@ import yaml
 from exact_checks import LORA_CASES, Check
 from hook_config import read_hook_config
 from in_process import Run
-from launching import CONFIGS, RECIPES, ROOT, Patience, run
+from launching import CONFIGS, RECIPES, ROOT, Patience, in_fp32, run
 from model_loading import add_adapters
 from transformers import CONFIG_MAPPING, LlamaConfig
 from verify_arguments import VerifyArguments, build_case
@@ -198,6 +198,15 @@ def test_command_proves_lora_too_and_json_is_one_object(tmp_path):
     assert report["not_proved"] == ["needs a GPU"]
     assert report["is_exact"] and all(check["is_passed"] for check in report["checks"])
     assert "LoRA with dropout" in {check["name"] for check in report["checks"]}
+
+
+def test_yaml_in_fp32_is_held_against_references_of_its_own(tmp_path):
+    """Its dtypes are those of the plain cases; its weights, rounded as a policy's are, and its clipping are not."""
+    arguments = ("--model_name_or_path", SAMPLE, "--accelerate_config", in_fp32(), "--use_peft", "--json")
+    code, output = verify(tmp_path, *arguments)
+    assert code == 0, output[-3000:]
+    checks = {check["name"]: check for check in json.loads(output)["checks"]}
+    assert {*RUNS, *DTYPES, *(case.name for case in LORA_CASES)} < set(checks)
 
 
 @pytest.mark.parametrize(
