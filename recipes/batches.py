@@ -64,6 +64,7 @@ def count_steps(
     num_train_epochs: float,
     max_steps: int,
     step: int = 0,
+    *,
     epoch: int = 0,
     rows_seen: int = 0,
 ) -> int:
@@ -84,6 +85,7 @@ def training_steps(
     accumulation: int,
     rank: int,
     world_size: int,
+    *,
     seed: int,
     pad_token_id: int,
     num_workers: int = 0,

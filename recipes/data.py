@@ -34,6 +34,7 @@ def tokenize_rows(
     max_length: int,
     which: str,
     truncation_mode: str = "keep_start",
+    *,
     assistant_only_loss: bool = True,
     completion_only_loss: bool = True,
     columns: dict[str, str] | None = None,

@@ -57,6 +57,7 @@ def main() -> None:
 def export_checkpoint(
     checkpoint: Path,
     output_dir: Path,
+    *,
     merge_adapter: bool = False,
     dtype: str | None = None,
     max_shard_size: str = "5GB",
@@ -89,7 +90,9 @@ def export_checkpoint(
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
     try:
-        write_folder(checkpoint, manifest, model, run, incomplete, merge_adapter, dtype, limit)
+        write_folder(
+            checkpoint, manifest, model, run, incomplete, merge_adapter=merge_adapter, dtype=dtype, limit=limit
+        )
     except BaseException:
         shutil.rmtree(incomplete)
         raise
@@ -117,6 +120,7 @@ def write_folder(
     model: nn.Module,
     run: Any,
     folder: Path,
+    *,
     merge_adapter: bool,
     dtype: torch.dtype,
     limit: int,

@@ -74,7 +74,7 @@ def explained_failures(
             sys.exit(1)
         path = Path(arguments.output_dir, f"out_of_memory-rank-{rank}.json")
         run = arguments, hook_config, script, accelerator.num_processes
-        lines = explain_out_of_memory(error, where, model, optimizer, run, path, say)
+        lines = explain_out_of_memory(error, where, model, optimizer, run=run, path=path, say=say)
         lines = lines or [f"in {where}: {type(error).__name__}: {error}", traceback.format_exc()]
         message = f"rank {rank}, step {step}: " + "\n".join(lines)
         hand_on(message, arguments.output_dir, rank)

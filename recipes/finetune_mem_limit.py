@@ -163,19 +163,34 @@ def main() -> None:
     watch_for_hangs(accelerator, arguments)
     batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
     test_batches = evaluation_batches(data.test, batch_size, rank, world_size, pad_token_id) if data.test else []
-    options = data.prompts_hold_begin, batch_size, arguments.max_new_tokens
     explained = explained_failures(accelerator, model, optimizer, arguments, hook_config, Path(__file__).name)
-    answer_prompts = explained(partial(greedy_answers, accelerator, model, tokenizer, data.prompts, *options))
+    answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, data.prompts, batch_size=batch_size)
+    begin, new_tokens = data.prompts_hold_begin, arguments.max_new_tokens
+    answer_prompts = explained(partial(answer_prompts, is_rendered=begin, max_new_tokens=new_tokens))
     before = answer_prompts() if data.prompts and checkpoint is None else []
-    share = micro, accumulation, rank, world_size, arguments.seed, pad_token_id
-    steps = training_steps(data.train, *share, arguments.dataloader_num_workers, arguments.group_by_length, **position)
+    share = micro, accumulation, rank, world_size
+    order = {"seed": arguments.seed, "pad_token_id": pad_token_id, **position}
+    workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
+    steps = training_steps(data.train, *share, num_workers=workers, group_by_length=is_grouped, **order)
     if data.stream is not None:
-        steps = stream_steps(Stream(*data.stream), *share, **position)
+        steps = stream_steps(Stream(*data.stream), *share, **order)
     writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
-    parts = accelerator, model, prepared_optimizer, scheduler, steps, test_batches, log, state, writer
     if test_batches and checkpoint is None:
         log.write(0, {"eval_loss": explained(evaluate)(accelerator, model, test_batches, micro_batch_loss)})
-    is_finished = explained(train)(*parts, note_stop_signals(), arguments, hook_config)
+    is_finished = explained(train)(
+        accelerator,
+        model,
+        prepared_optimizer,
+        scheduler,
+        steps,
+        test_batches=test_batches,
+        log=log,
+        state=state,
+        writer=writer,
+        signals=note_stop_signals(),
+        arguments=arguments,
+        hook_config=hook_config,
+    )
     with stop_together():
         log.say(writer.wait())
     if not is_finished:
@@ -201,6 +216,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     steps: Iterator[Step],
+    *,
     test_batches: Iterable[dict[str, torch.Tensor]],
     log: MetricsLog,
     state: dict[str, Any],

@@ -17,6 +17,7 @@ def greedy_answers(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
+    *,
     is_rendered: bool,
     batch_size: int,
     max_new_tokens: int,

@@ -104,6 +104,7 @@ def explain_out_of_memory(
     place: str,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    *,
     run: tuple[Any, Any, str, int],
     path: Path,
     say: Callable[[str], None],

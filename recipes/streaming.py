@@ -40,6 +40,7 @@ def stream_steps(
     accumulation: int,
     rank: int,
     world_size: int,
+    *,
     seed: int,
     pad_token_id: int,
     epoch: int = 0,

@@ -165,25 +165,24 @@ def verify(
     configs = {case: config_of(case, config, min_num_params) for case in cases}
     keys = {case: (*reference_key(case, configs[case]), build.keywords["keeps_layers"]) for case in cases}
     missing = {key: case for case, key in keys.items() if key not in references}
-    made = shared_references(missing, configs, build, lora)
-    references |= {key: run for key, run in made.items() if isinstance(run, Run)}
+    known = references | shared_references(missing, configs, build, lora)
+    references |= {key: run for key, run in known.items() if isinstance(run, Run)}
     for case in cases:
-        run_config, expected = configs[case], (made | references)[keys[case]]
-        failure, can_run = "", not isinstance(expected, Failure)
-        if isinstance(expected, Failure) and expected.is_refusal and case.dropout:
-            yield Check(case.name, True, False, detail=f"not proved: {expected.error}")
+        run_config, expected, failure = configs[case], known[keys[case]], ""
+        if isinstance(expected, Failure):  # the same on every rank
+            is_refused = expected.is_refusal and case.dropout > 0
+            detail = f"not proved: {expected.error}"
+            detail = detail if is_refused else f"the tiny model does not run ({expected.described})"
+            yield Check(case.name, is_refused, not is_refused, detail=detail, can_run=is_refused)
             continue
         try:
-            if isinstance(expected, Failure):
-                failure = f"the tiny model does not run ({expected.described})"
-            else:
-                model = build_case(build, case, lora)
-                runs[case] = sharded_run(model, run_config, accelerator, case, expected)
+            model = build_case(build, case, lora)
+            runs[case] = sharded_run(model, run_config, accelerator, case, expected)
         except (Exception, SystemExit) as error:  # a model that cannot run is a finding, and the other checks go on
             accelerator.free_memory()
             failure = describe(error)
         if failed_alike(failure, case.name, group):
-            yield Check(case.name, False, detail=failure, can_run=can_run)
+            yield Check(case.name, False, detail=failure)
             continue
         tolerance = TOLERANCE if config.hook_reduce_every_micro_batch else DEFERRED_TOLERANCE
         if run_config.hook_reduce_dtype == "bf16" and accelerator.num_processes > 2:
@@ -260,8 +259,20 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     torch.manual_seed(SEED + rank)
     run.outputs.append({})
     with recorded_outputs(model, run.outputs[0]):
-        parts = accelerator, model, prepared, scheduler, steps, held_out, log
-        finetune.train(*parts, dict(START), None, [], types.SimpleNamespace(**names), config)
+        finetune.train(
+            accelerator,
+            model,
+            prepared,
+            scheduler,
+            steps,
+            test_batches=held_out,
+            log=log,
+            state=dict(START),
+            writer=None,
+            signals=[],
+            arguments=types.SimpleNamespace(**names),
+            hook_config=config,
+        )
     trained = [values for values in log.written if "loss" in values]
     run.losses = [values["loss"] for values in trained]
     run.norms = [values["grad_norm"] for values in trained]

@@ -203,11 +203,23 @@ def recipe(loop: Loop, rank: int, folder: str, turns: Turns) -> None:
     for row, place in zip(ordered, shuffled_order(len(ordered), SEED, 0)):
         rows[place] = row
     rows = rows if loop.rows == "packed" else Dataset.from_list(rows)
-    share = loop.micro_batch_size, loop.accumulation, rank, loop.processes, SEED, 0
-    steps = turn_by_turn(training_steps(rows, *share), turns)
+    share = loop.micro_batch_size, loop.accumulation, rank, loop.processes
+    steps = turn_by_turn(training_steps(rows, *share, seed=SEED, pad_token_id=0), turns)
     scheduler = get_scheduler("constant", optimizer)
-    parts = accelerator, model, prepared, scheduler, steps, [], log, dict(START), None
-    script.train(*parts, [], arguments, config)
+    script.train(
+        accelerator,
+        model,
+        prepared,
+        scheduler,
+        steps,
+        test_batches=[],
+        log=log,
+        state=dict(START),
+        writer=None,
+        signals=[],
+        arguments=arguments,
+        hook_config=config,
+    )
 
 
 def trainer(loop: Loop, rank: int, folder: str, turns: Turns) -> None:

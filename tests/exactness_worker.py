@@ -298,7 +298,20 @@ def sharded_run(
     torch.manual_seed(7 + rank)
     options = types.SimpleNamespace(**names)
     script = finetune_mem_limit if chunk_tokens else script
-    script.train(accelerator, model, prepared, scheduler, steps, [], log, dict(START), None, [], options, config)
+    script.train(
+        accelerator,
+        model,
+        prepared,
+        scheduler,
+        steps,
+        test_batches=[],
+        log=log,
+        state=dict(START),
+        writer=None,
+        signals=[],
+        arguments=options,
+        hook_config=config,
+    )
     out["losses"] = [values["loss"] for values in log.written]
     out["norms"] = [values["grad_norm"] for values in log.written]
     out["log"] = log.written

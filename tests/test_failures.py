@@ -99,7 +99,7 @@ def test_place_of_a_row_that_cannot_be_read(error, place):
 
     model = torch.nn.Linear(1, 1)
     with pytest.raises(type(error)) as caught:
-        next(training_steps(Broken([{}]), 1, 1, 0, 1, 0, 0))
+        next(training_steps(Broken([{}]), 1, 1, 0, 1, seed=0, pad_token_id=0))
     assert place_of(caught.value, model) == place
     if isinstance(error, RuntimeError):  # its signal comes anywhere
         assert place_of(error, model) == place
