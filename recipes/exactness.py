@@ -140,8 +140,10 @@ def reference_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward with weights cast to the compute dtype: (summed loss with balancing term, summed token loss)."""
     dtype, kept = arithmetic.param_dtype, arithmetic.fp32_norms | arithmetic.fp32_modules
+    # As a gathered parameter does, a cast one requires a gradient also where none is made, in an evaluation: torch
+    # chooses by it how it multiplies an input that is not contiguous, and so the last bit.
     weights = {
-        name: p if is_inside(name, kept) or not p.is_floating_point() else p.to(dtype)
+        name: p if is_inside(name, kept) or not p.is_floating_point() else p.to(dtype).requires_grad_(p.requires_grad)
         for name, p in model.named_parameters()
     }
     inputs = {name: value for name, value in batch.items() if name != "labels"}
