@@ -2,6 +2,7 @@
 # make test       set up and run the tests (2 CPU cores are enough)
 # make test-plain  run what depends on arithmetic as on a CPU without bf16 instructions
 # make sweep      verify every architecture that transformers knows (slow; goes on where it stopped)
+# make same_bits  what the scripts write, now and at COMMIT, to the bit: for changes that must change nothing
 # make kill_points  kill a rank at everything it does on disk while it saves, and resume (slow)
 # make bench      measure the training loops beside others that do the same work (15 minutes; ARGS: other sections)
 # make bench-ladder  measure what each dial of the scenario scripts buys and costs
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= accelerate_configs/default.yaml
 
-.PHONY: finetune test test-plain sweep kill_points bench bench-ladder lint clean
+.PHONY: finetune test test-plain sweep same_bits kill_points bench bench-ladder lint clean
 
 finetune: $(VENV)/recipes.done
 	@# one process per GPU, or two; fp32 where the CPU only emulates bf16, and says so
@@ -29,6 +30,9 @@ test-plain: $(VENV)/tests.done
 
 sweep: $(VENV)/tests.done
 	$(BIN)/python tests/sweep.py $(ARGS)
+
+same_bits: $(VENV)/tests.done
+	$(BIN)/python tests/same_bits.py $(COMMIT)
 
 kill_points: $(VENV)/tests.done
 	$(BIN)/python tests/kill_points.py $(ARGS)
