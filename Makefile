@@ -38,10 +38,10 @@ kill_points: $(VENV)/tests.done
 	$(BIN)/python tests/kill_points.py $(ARGS)
 
 bench: $(VENV)/tests.done
-	$(BIN)/python tests/bench.py $(ARGS)
+	$(BIN)/python tests/bench/bench.py $(ARGS)
 
 bench-ladder: $(VENV)/tests.done
-	$(BIN)/python tests/bench.py ladder $(ARGS)
+	$(BIN)/python tests/bench/bench.py ladder $(ARGS)
 
 lint: $(VENV)/tests.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

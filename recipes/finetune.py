@@ -20,24 +20,38 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from architecture import check_architecture
-from arguments import FinetuneArguments, parse_arguments
-from batches import Step, count_steps, evaluation_batches, training_steps
-from checkpoint import START, CheckpointWriter
-from data import preview
-from evaluation import evaluate
-from failures import explained_failures
-from greedy_answers import compare_answers, greedy_answers
-from hang_watch import watch_for_hangs
-from hf_folder import export_model
-from hook_activation_checkpointing import (
+from hooks.activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
     recomputed_blocks,
 )
-from hook_config import HookConfig, as_plain_dict, notes, read_hook_config
-from hook_wrap import apply_units, plan_units, set_gradient_sync
-from launch import (
+from hooks.config import HookConfig, as_plain_dict, notes, read_hook_config
+from hooks.live import print_and_save
+from hooks.structure import count_blocks
+from hooks.wrap import apply_units, plan_units, set_gradient_sync
+from rows.batches import Step, count_steps, evaluation_batches, training_steps
+from rows.packing import pack_rows
+from rows.prepare import prepare_data
+from rows.streaming import Stream, stream_steps
+from rows.tokenizing import preview
+from saving.checkpoint import START, CheckpointWriter
+from saving.folder import best_checkpoint, checked_manifest, find_checkpoint, hold_folder
+from saving.huggingface import export_model
+from saving.resume import compare_runs, load_best, resume, run_facts
+from saving.state import data_hash
+from tools.diagnosis.failures import explained_failures
+from tools.diagnosis.hang_watch import watch_for_hangs
+from tools.diagnosis.loss_checks import LossWatch
+from tools.diagnosis.replaying import replay
+from tools.planner.plan_report import dry_run, plan_beside
+from tools.profiling.profiler import StepProfiler
+from tools.profiling.settings import compare_settings
+from tools.proof.architecture import check_architecture
+from torch import nn
+from training.answers import compare_answers, greedy_answers
+from training.arguments import FinetuneArguments, parse_arguments
+from training.evaluation import evaluate
+from training.launch import (
     decided_by_rank_0,
     end,
     make_accelerator,
@@ -46,27 +60,13 @@ from launch import (
     one_rank_at_a_time,
     stop_together,
 )
-from loss_checks import LossWatch
-from losses import micro_batch_loss, num_label_tokens
-from metrics import MetricsLog, StepMeter, format_line, memory
-from model_loading import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
-from model_structure import count_blocks
-from non_finite import NonFiniteSteps
-from optimizer import make_optimizer, make_scheduler, prepare
-from packing import pack_rows
-from plan_report import dry_run, plan_beside
-from prepare_data import prepare_data
-from profile_compare import compare_settings
-from profiler import StepProfiler
-from replay import replay
-from resume import compare_runs, load_best, resume, run_facts
-from run_folder import best_checkpoint, checked_manifest, find_checkpoint, hold_folder
-from start_lines import start_lines
-from streaming import Stream, stream_steps
-from torch import nn
-from training_state import data_hash
+from training.losses import micro_batch_loss, num_label_tokens
+from training.metrics import MetricsLog, StepMeter, format_line, memory
+from training.model import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
+from training.non_finite import NonFiniteSteps
+from training.optimizer import make_optimizer, make_scheduler, prepare
+from training.start_lines import start_lines
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
-from wrap_report import print_and_save
 
 SAMPLE_DIR = Path(__file__).parent / "sample"
 STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + SIGTERM)

@@ -6,8 +6,8 @@ forward. The loss is computed in fp32 by `losses.py`.
 
 import torch
 from accelerate import Accelerator
-from hook_config import HookConfig
-from model_structure import is_norm, kept_in_fp32
+from hooks.config import HookConfig
+from hooks.structure import is_norm, kept_in_fp32
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import record_function

@@ -7,8 +7,8 @@ from pathlib import Path
 import finetune
 import torch
 import yaml
-from arguments import FinetuneArguments
-from profile_compare import compare_settings
+from tools.profiling.settings import compare_settings
+from training.arguments import FinetuneArguments
 
 
 def main() -> None:

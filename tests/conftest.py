@@ -1,9 +1,10 @@
-"""Lets the tests import the siblings in recipes/ by bare name, as the recipes themselves do."""
+"""Lets the tests import the packages of recipes/ by bare name, as the recipes themselves do."""
 
 import signal
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; all it starts would inherit it

@@ -37,33 +37,32 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-import evaluation
 import finetune
 import finetune_mem_limit
 import finetune_performance
-import hook_wrap
-import losses
-import wrap_report
-from arguments import FinetuneArguments
-from block_kernels import compile_blocks
-from checkpoint import START
-from chunked_loss import compute_loss_in_chunks
-from evaluation import evaluate
-from exact_checks import RecordingLog
-from exactness import local
-from hf_folder import export_model
-from hook_activation_checkpointing import (
+from hooks import live as wrap_report
+from hooks import wrap as hook_wrap
+from hooks.activation_checkpointing import (
     apply_activation_checkpointing,
     plan_activation_checkpointing,
     recomputed_blocks,
 )
-from hook_config import HookConfig, read_hook_config
-from hook_wrap import apply_units, plan_units
-from launch import end, make_accelerator, make_device_mesh
-from model_loading import add_adapters
-from model_structure import is_norm
-from optimizer import OffloadedAdamW, check_optimizer, make_optimizer, prepare
+from hooks.config import HookConfig, read_hook_config
+from hooks.structure import is_norm
+from hooks.wrap import apply_units, plan_units
+from saving.checkpoint import START
+from saving.huggingface import export_model
 from tiny_models import tiny_llama
+from tools.proof.cases import RecordingLog
+from tools.proof.exactness import local
+from training import evaluation, losses
+from training.arguments import FinetuneArguments
+from training.chunked_loss import compute_loss_in_chunks
+from training.evaluation import evaluate
+from training.kernels import compile_blocks
+from training.launch import end, make_accelerator, make_device_mesh
+from training.model import add_adapters
+from training.optimizer import OffloadedAdamW, check_optimizer, make_optimizer, prepare
 from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
 
 LEARNING_RATE, STEPS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 3, 1.0, 0.1

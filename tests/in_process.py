@@ -128,8 +128,8 @@ def be_rank(script, rank, world_size, port, arguments, log, faults, reports):
     import gc
 
     import finetune
-    import run_record
     import torch
+    from training import run_record
 
     faulthandler.enable()
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parent / "saving"))
 
 from test_checkpoint import SAMPLE, kill_points, killed_and_resumed
 from tqdm import tqdm

@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-import launch
 import torch
-from hook_config import as_plain_dict, read_hook_config
-from launch import connect_ranks, end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
+from hooks.config import as_plain_dict, read_hook_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from training import launch
+from training.launch import connect_ranks, end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
 
 
 def option(name: str) -> str | None:

@@ -15,11 +15,11 @@ from exactness_worker import Cell, compare, make_batches, replica_run, same_bits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import finetune_mem_limit
-import out_of_memory
-from evaluation import evaluate
-from hook_config import read_hook_config
-from launch import end, make_accelerator
-from model_structure import base_model
+from hooks.config import read_hook_config
+from hooks.structure import base_model
+from training import out_of_memory
+from training.evaluation import evaluate
+from training.launch import end, make_accelerator
 
 CHUNK = 5
 PLACES = ("embedding", "forward", "loss", "recompute", "backward")

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import torch
 import torch.distributed as dist
-from cpu_ranks import run_on_cpu_ranks
-from planned_step import Request
+from tools.planner.planned_step import Request
+from tools.planner.trace_step import Ready, local, ready, run_step
+from tools.proof.cpu_ranks import run_on_cpu_ranks
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
-from trace_step import Ready, local, ready, run_step
 
 # Gloo's own buffers; and the scratch of a CPU kernel that pads uneven shards before a reduction (CUDA's has none).
 NOT_OURS = ("c10d::", "_c10d_functional::", "gloo:", "aten::_chunk_cat")

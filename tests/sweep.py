@@ -20,14 +20,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import finetune
-from cpu_ranks import run_on_cpu_ranks
-from exact_checks import CASES
-from hook_config import read_hook_config
-from launch import end, make_accelerator
+from hooks.config import read_hook_config
+from tools.proof.cases import CASES
+from tools.proof.cpu_ranks import run_on_cpu_ranks
+from tools.proof.proof import exact_config, verify
 from tqdm import tqdm
+from training.launch import end, make_accelerator
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from verify import exact_config, verify
 
 ROOT = Path(__file__).parents[1]
 RESULTS, TABLE = ROOT / "outputs" / "sweep.jsonl", ROOT / "tests" / "architectures.md"

@@ -14,20 +14,18 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-import evaluation
 import finetune
-import hook_wrap
-import losses
-import optimizer
 import torch
 import torch.nn.functional as F
 import utils
-import verify as command
-from cpu_ranks import run_on_cpu_ranks
-from hook_config import HookConfig, read_hook_config
-from launch import end, make_accelerator
+from hooks import wrap as hook_wrap
+from hooks.config import HookConfig, read_hook_config
+from tools.proof import proof as command
+from tools.proof.cpu_ranks import run_on_cpu_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import evaluation, losses, optimizer
+from training.launch import end, make_accelerator
 from transformers import CONFIG_MAPPING, LlamaForCausalLM, PreTrainedModel
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"

@@ -1,0 +1,215 @@
+"""What the hooks really did, read off the live model: printed, compared with the plan, and saved as JSON."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from .structure import base_model, kept_in_fp32, original_class_name
+from .wrap import Unit
+
+VOCABULARY_ADVICE = 50_000  # from here an embedding is worth a unit of its own (vocabularies of 50k-250k)
+
+
+def read_units(model: nn.Module) -> list[dict[str, Any]]:
+    """Return one entry per FSDP unit that holds parameters, the root last.
+
+    FSDP2 has no public view of its groups, so this reads its state; tests/test_hook_wrap.py::
+    test_report_reads_the_live_units fails where an upgrade moves it.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    units, seen = [], set()
+    for module in reversed(list(model.modules())):
+        if not isinstance(module, FSDPModule) or id(module._get_fsdp_state()) in seen:
+            continue
+        seen.add(id(module._get_fsdp_state()))
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            infos = [parameter._module_info for parameter in group.fsdp_params]
+            parameters = [getattr(info.module, info.param_name) for info in infos]
+            units.append(
+                {
+                    "modules": sorted((names[m] for m in group.modules), key=natural_order),
+                    "parameters": sum(p.numel() for p in parameters),
+                    "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+                    "parameters_on_this_rank": sum(p.to_local().numel() for p in parameters),
+                    "is_sharded": all(is_sharded(p) for p in parameters),
+                    "reshard_after_forward": group.post_forward_mesh_info is not None,
+                    "stored_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+                    "param_dtype": str(group.mp_policy.param_dtype).removeprefix("torch."),
+                    "reduce_dtype": str(group.mp_policy.reduce_dtype).removeprefix("torch."),
+                    "output_dtype": str(group.mp_policy.output_dtype).removeprefix("torch."),
+                    "cpu_offload": type(group.offload_policy).__name__ == "CPUOffloadPolicy",
+                }
+            )
+    return sorted(units, key=lambda unit: (unit["modules"] == [""], natural_order(unit["modules"][0])))
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """True for a DTensor cut over its mesh (a one-row weight lies whole on one rank and empty on the others)."""
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
+def natural_order(name: str) -> list[Any]:
+    """Sort key under which layers.10 comes after layers.9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def check_against_plan(
+    live: list[dict[str, Any]], planned: list[Unit], recomputed: list[str], asked: list[str]
+) -> None:
+    """Raise ValueError if the live model is not what was planned."""
+    found = {(tuple(u["modules"]), u["reshard_after_forward"]) for u in live if u["modules"] != [""]}
+    expected = {(tuple(sorted(u.modules, key=natural_order)), u.reshard_after_forward) for u in planned}
+    problems = [f"planned, not done: unit {sorted(expected - found)}"] if expected - found else []
+    problems += [f"done, not planned: unit {sorted(found - expected)}"] if found - expected else []
+    if sorted(recomputed) != sorted(asked):
+        problems.append(f"recompute planned for {asked}, on in {recomputed}")
+    unsharded = [unit["modules"] for unit in live if not unit["is_sharded"]]
+    problems += [f"not sharded: {unsharded}"] if unsharded else []
+    if problems:
+        raise ValueError("The live model differs from the plan:\n- " + "\n- ".join(problems))
+
+
+def warnings_for(report: dict[str, Any], model: nn.Module) -> list[str]:
+    """Return the guide's warnings about this wrap."""
+    units, num_blocks = report["units"], report["num_blocks"]
+    largest = max(units, key=lambda unit: unit["parameters"])
+    found = []
+    if num_blocks >= 4 and largest["parameters"] > report["parameters"] / 2:
+        name = ", ".join(largest["modules"]) or "the root"
+        share = largest["parameters"] / report["parameters"]
+        found.append(f"too few units, memory will be high: one unit ({name}) holds {share:.0%} of the parameters")
+    if num_blocks and len(units) > 2 * num_blocks + 4:
+        found.append(f"too many units, communication will be dense: {len(units)} units for {num_blocks} blocks")
+    embedding = base_model(model).get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    vocabulary = embedding.weight.shape[0] if name is not None else 0
+    is_apart = any(name in unit["modules"] for unit in units)
+    if vocabulary >= VOCABULARY_ADVICE and not is_apart:
+        found.append(
+            f"a vocabulary of {vocabulary:,} ({embedding.weight.numel():,} embedding parameters) stays gathered in the "
+            "root; hook_wrap_embeddings: true gives it a unit of its own"
+        )
+    rounded = kept_in_fp32(model)[1]
+    if rounded and any(unit["param_dtype"] != "float32" for unit in units):
+        example = f"{len(rounded)} tensors such as {rounded[0]}"
+        found.append(
+            f"{example} share a module with others and compute in 16 bits, though the model keeps them in fp32"
+        )
+    return found
+
+
+def module_tree(model: nn.Module, live: list[dict[str, Any]]) -> list[str]:
+    """Return the module tree, one line each: repeated blocks folded, each unit marked with its number."""
+    unit_of = {name: number for number, unit in enumerate(live) for name in unit["modules"]}
+    lines: list[str] = []
+
+    def describe(module: nn.Module, name: str) -> list[str]:
+        mark = f"  <- unit {unit_of[name]}" if name in unit_of else ""
+        head = [f"{name.rpartition('.')[2] or 'model'}: {original_class_name(module)}{mark}"]
+        children = [describe(child, f"{name}.{key}".lstrip(".")) for key, child in module.named_children()]
+        index = 0
+        while index < len(children):
+            last = index
+            while last + 1 < len(children) and shape_of(children[last + 1]) == shape_of(children[index]):
+                last += 1
+            body = children[index]
+            if last > index:
+                marks = [re.search(r"<- unit (\d+)", child[0]) for child in (children[index], children[last])]
+                units = f"  <- units {marks[0][1]} to {marks[1][1]}" if all(marks) else ""
+                kind = body[0].split(": ")[1].split("  <-")[0]
+                body = [f"{index}-{last}: {last - index + 1} x {kind}{units}", *body[1:]]
+            head += ["  " + line for line in body]
+            index = last + 1
+        return head
+
+    lines += describe(model, "")
+    return lines
+
+
+def shape_of(lines: list[str]) -> list[str]:
+    """A module's description without its own index and unit numbers: equal for repeated blocks."""
+    return [re.sub(r"^( *)\d+:", r"\1#:", re.sub(r"<- unit \d+", "<- unit", line)) for line in lines]
+
+
+def build_report(
+    live: list[dict[str, Any]], recomputed: list[str], num_blocks: int, keys: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything a person or a test needs to know about what was done to this model."""
+    total = sum(unit["parameters"] for unit in live)
+    root = sum(unit["parameters"] for unit in live if unit["modules"] == [""])
+    return {
+        "num_units": len(live),
+        "num_blocks": num_blocks,
+        "parameters": total,
+        "trainable_parameters": sum(unit["trainable_parameters"] for unit in live),
+        "share_left_in_root": root / total,
+        "recomputed_blocks": recomputed,
+        "units": live,
+        "keys": keys,
+    }
+
+
+def summary_lines(report: dict[str, Any]) -> list[str]:
+    """The report for the screen."""
+    sizes = sorted(unit["parameters"] for unit in report["units"] if unit["modules"] != [""])
+    spread = f"{sizes[0]:,} to {sizes[-1]:,} parameters each, " if sizes else ""
+    lines = [
+        f"FSDP: {report['num_units']} units (root included), {spread}{report['share_left_in_root']:.1%} in the root",
+        f"recompute: {len(report['recomputed_blocks'])} of {report['num_blocks']} blocks",
+    ]
+    kinds: dict[str, int] = {}
+    for unit in report["units"]:
+        stored = "+".join(unit["stored_dtypes"])
+        kind = f"stored {stored}, compute {unit['param_dtype']}, reduce {unit['reduce_dtype']}"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return lines + [f"dtypes of {count} unit(s): {kind}" for kind, count in kinds.items()]
+
+
+def report_wrap(
+    model: nn.Module, planned: list[Unit], asked: list[str], done: list[str], num_blocks: int, keys: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Read off the live model what the hooks did: (the report, lines for the screen).
+
+    `asked` and `done` name the blocks that should recompute and those that do.
+
+    Raises:
+        ValueError: the live model is not what was planned.
+    """
+    live = read_units(model)
+    check_against_plan(live, planned, done, asked)
+    report = build_report(live, asked, num_blocks, keys)
+    warnings = [f"note: {warning}" for warning in warnings_for(report, model)]
+    return report, [*module_tree(model, live), *summary_lines(report), *warnings]
+
+
+def print_and_save(
+    model: nn.Module,
+    units: list[Unit],
+    recomputes: tuple[list[str], list[str]],
+    num_blocks: int,
+    keys: dict[str, Any],
+    notes: list[str],
+    accelerator: Accelerator,
+    output_dir: str,
+) -> None:
+    """report_wrap with the notes on the YAML, printed and saved once. `recomputes`: planned and live block names.
+
+    Raises:
+        ValueError: the live model is not what was planned.
+    """
+    planned, live = recomputes
+    report, lines = report_wrap(model, units, planned, live, num_blocks, keys)
+    accelerator.print("\n".join([*lines, *(f"note: {note}" for note in notes)]))
+    accelerator.on_main_process(save_report)(report, output_dir)
+
+
+def save_report(report: dict[str, Any], output_dir: str) -> None:
+    """Write wrap_report.json into the output folder."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    Path(output_dir, "wrap_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,199 @@
+"""Token rows to batches: which rows each rank takes, from one global order, and padding."""
+
+import math
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from training.losses import IGNORE_INDEX, num_label_tokens
+
+from .packing import collate_packed, length_grouped_order
+
+ROWS_PER_GROUP = (
+    64  # rows of similar length that follow one another; a constant, so that any number of ranks can resume
+)
+
+# One optimizer step of a rank: micro-batches, the position after it, the numbers of each micro-batch's rows.
+Step = tuple[list[dict[str, torch.Tensor]], dict[str, int], list[list[Any]]]
+
+
+def collate(rows: Sequence[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Pad on the right to the longest row; (B, T) each. Padding is told by length, never by id (pad may be eos)."""
+    length = max(len(row["input_ids"]) for row in rows)
+    batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for row in rows:
+        size = len(row["input_ids"])
+        batch["input_ids"].append(row["input_ids"] + [pad_token_id] * (length - size))
+        batch["attention_mask"].append([1] * size + [0] * (length - size))
+        batch["labels"].append(row["labels"] + [IGNORE_INDEX] * (length - size))
+    return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def split_rows(
+    order: list[int], micro_batch_size: int, accumulation: int, rank: int, world_size: int
+) -> list[list[list[int]]]:
+    """Return this rank's rows as steps of micro-batches, from one global order.
+
+    Each step takes the next micro_batch_size * accumulation * world_size rows, whatever the number of ranks. In the
+    last, shorter step every rank runs as many micro-batches as the others; one without rows is an empty list.
+    """
+    rows_per_step = micro_batch_size * accumulation * world_size
+    steps = []
+    for first in range(0, len(order), rows_per_step):
+        rows = order[first : first + rows_per_step]
+        rows_per_micro_step = micro_batch_size * world_size
+        micro_batches = []
+        for start in range(0, len(rows), rows_per_micro_step):
+            mine = start + rank * micro_batch_size
+            micro_batches.append(rows[mine : min(mine + micro_batch_size, start + rows_per_micro_step)])
+        steps.append(micro_batches)
+    return steps
+
+
+def shuffled_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """The global row order of an epoch: the same on any number of ranks."""
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+def count_steps(
+    num_rows: int,
+    rows_per_step: int,
+    num_train_epochs: float,
+    max_steps: int,
+    step: int = 0,
+    *,
+    epoch: int = 0,
+    rows_seen: int = 0,
+) -> int:
+    """Optimizer steps of the run; the last step of an epoch may be shorter.
+
+    After `step` steps, perhaps of another size, what is left is counted from `rows_seen` of `epoch`.
+    """
+    if max_steps > 0:
+        return max_steps
+    per_epoch = math.ceil(num_rows / rows_per_step)
+    behind = (epoch + 1) * per_epoch - math.ceil((num_rows - rows_seen) / rows_per_step)
+    return step + max(0, math.ceil(num_train_epochs * per_epoch) - behind)
+
+
+def training_steps(
+    rows: Sequence[dict[str, list[int]]],
+    micro_batch_size: int,
+    accumulation: int,
+    rank: int,
+    world_size: int,
+    *,
+    seed: int,
+    pad_token_id: int,
+    num_workers: int = 0,
+    group_by_length: bool = False,
+    epoch: int = 0,
+    rows_seen: int = 0,
+) -> Iterator[Step]:
+    """Yield (this rank's micro-batches of one optimizer step, the position after it, their row numbers), without end.
+
+    Starts after `rows_seen` rows of `epoch`: the position continues the same global order on any number of ranks.
+    """
+    lengths = [len(row["input_ids"]) for row in rows] if group_by_length else []
+    while True:
+        order = shuffled_order(len(rows), seed, epoch)
+        if group_by_length:
+            order = length_grouped_order(lengths, ROWS_PER_GROUP, seed, epoch)
+        order = order[rows_seen:]
+        steps = split_rows(order, micro_batch_size, accumulation, rank, world_size)
+        batches = iter(make_loader(rows, [batch for step in steps for batch in step], pad_token_id, num_workers))
+        for step in steps:
+            rows_seen = min(rows_seen + micro_batch_size * accumulation * world_size, len(rows))
+            position = {"epoch": epoch, "rows_seen": rows_seen}
+            if rows_seen == len(rows):
+                position = {"epoch": epoch + 1, "rows_seen": 0}
+            yield [next(batches) for _ in step], position, [row_numbers(rows, batch) for batch in step]
+        epoch, rows_seen = epoch + 1, 0
+
+
+def row_numbers(rows: Sequence[dict[str, list[int]]], batch: list[int]) -> list[Any]:
+    """The numbers of a micro-batch's rows; of a packed row, the list of its documents' numbers."""
+    is_packed = isinstance(rows, list) and rows and "documents" in rows[0]
+    return [rows[index]["documents"] for index in batch] if is_packed else batch
+
+
+def fetch_ahead(steps: Iterator[Step], device: torch.device) -> Future:
+    """Read the next step and send it, now. The result is (micro-batches, position, row numbers, [label tokens, tokens]
+    of this rank), on the device, or raises what went wrong, which concerns that step and not the one that runs.
+
+    Nothing here waits for the device: all goes from pinned memory.
+    """
+
+    def send(values: torch.Tensor) -> torch.Tensor:
+        return (values if device.type == "cpu" else values.pin_memory()).to(device, non_blocking=True)
+
+    future: Future = Future()
+    try:
+        micro_batches, position, rows = next(steps)
+        labels = [batch["labels"] for batch in micro_batches]
+        counts = torch.tensor([sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))])
+        sent = [{name: send(values) for name, values in batch.items()} for batch in micro_batches]
+        future.set_result((sent, position, rows, send(counts)))
+    except (Exception, SystemExit) as error:
+        future.set_exception(error)
+    return future
+
+
+def collate_rows(
+    rows: Sequence[dict[str, list[int]]], indices: list[int], pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """One micro-batch of these rows, or of a filler without labels where there are none."""
+    chosen = [rows[index] for index in indices] or [RowsAndFiller(rows)[len(rows)]]
+    return (collate_packed if "position_ids" in chosen[0] else collate)(chosen, pad_token_id)
+
+
+def evaluation_batches(
+    rows: Sequence[dict[str, list[int]]], batch_size: int, rank: int, world_size: int, pad_token_id: int
+) -> DataLoader:
+    """This rank's share of the rows: over all ranks every row once, and the same number of batches on each."""
+    steps = split_rows(list(range(len(rows))), batch_size, 1, rank, world_size)
+    return make_loader(rows, [batch for step in steps for batch in step], pad_token_id)
+
+
+class RowsAndFiller(Dataset):
+    """Rows, and after the last one a row of two tokens without labels for a rank that has none."""
+
+    def __init__(self, rows: Sequence[dict[str, list[int]]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows) + 1
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if index < len(self.rows):
+            return self.rows[index]
+        first = self.rows[0]
+        filler = {"input_ids": (first["input_ids"] * 2)[:2], "labels": [IGNORE_INDEX] * 2}
+        return {**filler, "position_ids": [0, 1]} if "position_ids" in first else filler
+
+
+def make_loader(
+    rows: Sequence[dict[str, list[int]]], micro_batches: list[list[int]], pad_token_id: int, num_workers: int = 0
+) -> DataLoader:
+    """A loader of these micro-batches, in order. An empty one becomes a filler: a row of two tokens without labels."""
+    sampler = [batch or [len(rows)] for batch in micro_batches]
+    return DataLoader(
+        RowsAndFiller(rows),
+        batch_sampler=sampler,
+        collate_fn=partial(collate_packed if "position_ids" in rows[0] else collate, pad_token_id=pad_token_id),
+        num_workers=num_workers,
+        # Without its own generator every new iterator draws from the global one, so that an evaluation or a resume
+        # would shift the dropout masks of the steps after it.
+        generator=torch.Generator(),
+        worker_init_fn=leave_stop_signals_to_the_rank,
+    )
+
+
+def leave_stop_signals_to_the_rank(_: int) -> None:
+    """A signal to all processes of a job must not take the loader from a rank that has yet to save."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

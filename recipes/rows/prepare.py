@@ -1,0 +1,111 @@
+"""From the data arguments to token rows: load the sources, tokenise the splits, pick the questions to answer."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .sources import load_rows, open_stream, source_notes
+from .tokenizing import FORMATS, MAX_LOST, as_columns, prompts_and_answers, row_of, tokenize_rows, tokenize_window
+
+FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the format and what is learnt
+
+
+@dataclass
+class Data:
+    """What a run trains and evaluates on; the lines say what became of the rows."""
+
+    train: Dataset
+    test: Dataset | None
+    lines: list[str]
+    prompts: list[str]
+    answers: list[str]
+    prompts_hold_begin: bool
+    stream: tuple[Any, ...] | None = None  # what streaming.Stream takes
+
+
+def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Load and tokenise what the arguments name.
+
+    Raises:
+        ValueError: data that cannot be loaded, read, masked or learnt from; names file and line.
+    """
+    name = arguments.dataset_name
+    names = [name] if Path(name).exists() else [part.strip() for part in name.split(",")]
+    columns = read_columns(arguments.dataset_columns)
+    splits = arguments.dataset_train_split, arguments.dataset_test_split
+    if arguments.streaming:
+        train_set, test_set = (
+            Dataset.from_dict(as_columns(list(islice(open_stream(names, split, splits[0]), limit))))
+            for split, limit in zip(splits, (FIRST_ROWS, None))
+        )
+        test_set = test_set if len(test_set) else None
+    else:
+        weights, percentage = arguments.dataset_weights, arguments.validation_split_percentage
+        train_set, test_set = load_rows(names, *splits, weights, percentage, arguments.seed)
+    missing = missing_columns(train_set, columns)
+    if missing and not arguments.streaming:
+        raise ValueError(f"--dataset_columns {arguments.dataset_columns}: no row has the column {missing}")
+    options = {
+        "max_length": arguments.max_length,
+        "assistant_only_loss": arguments.assistant_only_loss,
+        "completion_only_loss": arguments.completion_only_loss,
+        "columns": columns,
+        "skip_bad_rows": arguments.skip_bad_rows,
+        "allow_lost_rows": arguments.allow_lost_rows,
+        "num_proc": arguments.dataset_num_proc,
+        "truncation_mode": arguments.truncation_mode,
+        "mask_history": arguments.mask_history,
+    }
+    train, train_line = tokenize_rows(train_set, tokenizer, which="train", **options)
+    test, test_line = None, "no test split: no evaluation"
+    if test_set is not None:
+        test, test_line = tokenize_rows(test_set, tokenizer, which="test", **options)
+    elif arguments.load_best_model_at_end:
+        raise ValueError("--load_best_model_at_end needs a test split (or --validation_split_percentage).")
+    questions = [], [], False
+    if arguments.predict_with_generate:
+        questions = prompts_and_answers(test_set, tokenizer, columns, arguments.skip_bad_rows)
+    stream = None
+    if arguments.streaming:
+        train_line = f"train data: a stream; of its first {len(train_set):,} rows: {train_line}"
+        modes = options["max_length"], options["truncation_mode"]
+        learns = [options[name] for name in ("assistant_only_loss", "completion_only_loss", "mask_history")]
+        settings = {"tokenizer": tokenizer, "columns": columns, "options": (*modes, *learns)}
+        stream = (
+            partial(open_stream, names, splits[0], splits[0]),
+            partial(tokenize_window, **settings, skip_bad_rows=arguments.skip_bad_rows),
+            arguments.max_length if arguments.packing else 0,
+            1.0 if arguments.allow_lost_rows else MAX_LOST,
+        )
+    lines = [train_line, test_line, *source_notes(names, *splits)]
+    if missing:
+        lines.append(f"note: none of the first {len(train_set):,} rows has the column {missing} of --dataset_columns")
+    return Data(train, test, lines, *questions, stream)
+
+
+def missing_columns(rows: Dataset, columns: dict[str, str]) -> str:
+    """Names of the mapped columns that none of the rows has; empty if all are there, which the first rows tell."""
+    missing = set(columns.values())
+    for index, record in enumerate(rows):
+        if not missing:
+            break
+        missing -= row_of(record, index, {})[0].keys()
+    return ", ".join(sorted(map(repr, missing)))
+
+
+def read_columns(given: str | None) -> dict[str, str]:
+    """`prompt=question,completion=answer` as {"prompt": "question", "completion": "answer"}."""
+    pairs = [[part.strip() for part in pair.split("=")] for pair in given.split(",")] if given else []
+    optional = {"input", "system", "history", "tools", "loss_mask", "masked"}
+    known = sorted({name for needed in FORMATS.values() for name in needed} | optional)
+    if any(len(pair) != 2 or not all(pair) or pair[0] not in known for pair in pairs):
+        raise ValueError(
+            f"--dataset_columns {given}: expected OURS=THEIRS,..., as in prompt=question,completion=answer, with ours "
+            f"one of: {', '.join(known)}"
+        )
+    return dict(pairs)

@@ -1,0 +1,212 @@
+"""Checkpoints on disk: written whole or not at all, found again, pruned. Loading one is resume.py.
+
+    checkpoint-120/
+      manifest.json    what it is, and the size and hash of every file; a folder without it is no checkpoint
+      model/           safetensors; each file holds the rows of one rank
+      optimizer/       the same for the optimizer's state
+      random_state/    one file per rank
+
+Nothing is pickled: tensors are safetensors, all else is JSON, so that loading a checkpoint runs no code from it.
+"""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch import nn
+from torch.profiler import record_function
+
+from .folder import FORMAT, MANIFEST, best_checkpoint, complete_checkpoints, sha256
+from .state import random_state, training_tensors
+
+START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
+FILE_BYTES = 2**30  # a rank's file is made in host memory before it is written
+LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
+
+
+class CheckpointWriter:
+    """Saves the training state of a run to output_dir/checkpoint-STEP. Every rank makes one, and calls it alike.
+
+    `run` goes into the manifest: what resume.py compares. With `--async_save` the state is copied to host memory and
+    written by a thread while training goes on, one at a time.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        arguments: Any,
+        run: dict[str, Any],
+    ) -> None:
+        self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
+        self.folder, self.run = Path(arguments.output_dir), run
+        self.limit, self.keeps_best = arguments.save_total_limit, arguments.load_best_model_at_end
+        self.is_async, self.on_error = arguments.async_save, arguments.on_save_error
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
+        self.thread, self.outcome = None, ""
+        self.agree(self.prune)  # what a kill left behind
+
+    @record_function("recipe: save")
+    def save(self, state: dict[str, Any]) -> str:
+        """Write a checkpoint, or start to; returns a line that says so.
+
+        A kill at any moment leaves the checkpoints that were complete before, and this one only if it is whole. A
+        failure on any rank (a full disk) ends all, or with `on_save_error continue` is the line returned.
+        """
+        line = self.wait()
+        self.outcome = f"checkpoint-{state['step']} could not be saved: a rank is gone"  # until it is known
+        tensors = training_tensors(self.model, self.optimizer, copies=self.is_async)
+        manifest = {"format": FORMAT, **state, **self.run, "schedule_steps": self.scheduler.last_epoch}
+        manifest |= {"world_size": dist.get_world_size(), "versions": {name: version(name) for name in LIBRARIES}}
+        if self.accelerator.scaler is not None:
+            manifest["scaler"] = self.accelerator.scaler.state_dict()
+        work = partial(self.write, tensors, random_state(self.accelerator.device), manifest)
+        if not self.is_async:
+            work()
+            return self.finish()
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+        return f"{line} | saving checkpoint-{state['step']}".removeprefix(" | ")
+
+    def wait(self) -> str:
+        """Wait for a checkpoint that a thread writes; returns the line on it, empty if there was none."""
+        if self.thread is None:
+            return ""
+        self.thread.join()
+        self.thread = None
+        return self.finish()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last checkpoint was written."""
+        return self.outcome.startswith("saved")
+
+    def finish(self) -> str:
+        """The line on a checkpoint that was written. Raises ValueError, on every rank alike, if it was not."""
+        if self.is_saved or self.on_error == "continue":
+            return self.outcome
+        raise ValueError(f"{self.outcome}; earlier checkpoints are intact (--on_save_error continue goes on).")
+
+    def write(self, tensors: dict[str, dict], random_states: bytes, manifest: dict[str, Any]) -> None:
+        """All phases of one checkpoint; after each the ranks agree, so that none waits for one that failed."""
+        final = self.folder / f"checkpoint-{manifest['step']}"
+        temporary, rank = final.with_name(final.name + ".incomplete"), dist.get_rank()
+        random_file = temporary / "random_state" / f"rank-{rank:05}.safetensors"
+        phases: list[Callable[[], Any]] = [partial(make_folder, temporary, list(tensors)) if rank == 0 else list]
+        phases += [partial(self.write_tensors, held, temporary / name) for name, held in tensors.items()]
+        phases += [partial(write_synced, random_file, random_states), partial(self.describe_files, temporary)]
+        for phase in phases:
+            failure, results = self.agree(phase)
+            if failure:
+                break
+        if not failure:
+            manifest["files"] = {name: facts for files in results for name, facts in files.items()}
+            complete = partial(complete_checkpoint, temporary, final, manifest)
+            failure, _ = self.agree(complete if rank == 0 else list)
+        if failure:
+            shutil.rmtree(temporary, ignore_errors=True) if rank == 0 else None
+            self.outcome = f"checkpoint-{manifest['step']} could not be saved: {failure}"
+            return
+        size = sum(facts["size"] for facts in manifest["files"].values())
+        self.outcome = f"saved {final} ({size / 2**20:,.1f} MiB)"
+        failure, _ = self.agree(self.prune)
+        self.outcome += f"; older ones could not be removed: {failure}" if failure else ""
+
+    def prune(self) -> None:
+        """Remove, on rank 0, the oldest checkpoints beyond the limit (the best is kept) and what a kill left behind."""
+        if dist.get_rank() > 0:
+            return
+        complete = complete_checkpoints(self.folder)
+        best = best_checkpoint(self.folder) if self.keeps_best else None
+        for old in complete[: -self.limit or None] if self.limit else []:
+            if old != best:
+                discard(old)
+        for leftover in (*self.folder.glob("checkpoint-*.incomplete"), *self.folder.glob("checkpoint-*.deleted")):
+            shutil.rmtree(leftover)
+
+    def agree(self, phase: Callable[[], Any]) -> tuple[str, list[Any]]:
+        """Run a phase; returns (the first rank's failure or "", each rank's result)."""
+        failure, result = "", None
+        try:
+            result = phase()
+        except dcp.CheckpointException as error:  # raised on every rank, with what happened on each
+            failures = {r: wrapped[0] for r, wrapped in error.failures.items()}
+            failure = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
+        except Exception as error:
+            failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (failure, result), group=self.group)
+        return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
+
+    def write_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        """Each rank writes its rows, in files of about FILE_BYTES. A collective."""
+        numbers, written = {}, 0
+        for name, tensor in tensors.items():
+            numbers[name] = 1 + written // FILE_BYTES
+            written += tensor.numel() * tensor.element_size() // dist.get_world_size()
+        writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, process_group=self.group)
+
+    def describe_files(self, temporary: Path) -> dict[str, dict[str, Any]]:
+        """Size and hash of every so many-th file: the ranks share the reading."""
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        mine = files[dist.get_rank() :: dist.get_world_size()]
+        return {
+            str(path.relative_to(temporary)): {"size": path.stat().st_size, "sha256": sha256(path)} for path in mine
+        }
+
+
+def make_folder(temporary: Path, parts: list[str]) -> None:
+    """An empty folder to write into. The run's folder itself is not made: if it vanished, its disk did."""
+    discard(temporary) if temporary.exists() else None
+    temporary.mkdir()
+    for part in (*parts, "random_state"):
+        (temporary / part).mkdir()
+
+
+def complete_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """The manifest makes it a checkpoint, the rename gives it its name; the disk has each before the next."""
+    for folder in (*(path for path in temporary.iterdir() if path.is_dir()), temporary):
+        sync_folder(folder)
+    write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+    sync_folder(temporary)
+    if final.exists():
+        discard(final)
+    os.replace(temporary, final)
+    sync_folder(final.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that half of it is never taken for one."""
+    trash = path.with_name(path.name + ".deleted")
+    shutil.rmtree(trash, ignore_errors=True)
+    os.replace(path, trash)
+    shutil.rmtree(trash)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

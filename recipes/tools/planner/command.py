@@ -1,0 +1,177 @@
+"""Know before you launch: memory and communication of a training step, without a GPU and without the weights.
+
+    python recipes/plan.py --model_name_or_path Qwen/Qwen3-8B --accelerate_config accelerate_configs/mem_limit.yaml \
+        --num_processes 8 --per_device_train_batch_size 1 --max_length 4096 --gpu_memory 80GiB
+    python recipes/plan.py ... --compare                 the three scenarios; names the fastest that fits
+    python recipes/plan.py ... --max max_length          the longest rows that fit (or per_device_train_batch_size)
+    python recipes/plan.py ... --script finetune_mem_limit.py --use_peft --lora_r 16
+
+Besides its own options it takes those of the script. The script's own step runs on tensors without memory behind them
+(planned_step.py), so that every key of the YAML and every argument counts as it is carried out.
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from hooks.config import read_hook_config
+from tqdm import tqdm
+from training.arguments import KINDS, QuietParser, parse_arguments
+
+from .advice import AT_ONCE, SMALLEST, advise, largest
+from .plan_report import as_json, comparison, text, write_report
+from .planned_step import Request, make_request
+from .planning import OUTSIDE_GIB, Plan, capacity_gib, make_plan, named
+from .roofline import ASSUMPTIONS, DEFAULT_GPU, GPUS
+
+SAMPLE_DIR = Path(__file__).parent / "sample"
+SCENARIOS = (
+    ("default.yaml", "finetune.py"),
+    ("performance.yaml", "finetune_performance.py"),
+    ("mem_limit.yaml", "finetune_mem_limit.py"),
+)
+
+
+@dataclass
+class PlanOptions:
+    """Plan a run; the script's own arguments follow."""
+
+    script: str = field(default="finetune.py", metadata={"help": f"Of: {', '.join(KINDS)}."})
+    num_processes: int | None = field(default=None, metadata={"help": "Ranks; as in the YAML unless given."})
+    gpu_memory: str | None = field(default=None, metadata={"help": "As in 80GiB; the --gpu's unless given."})
+    gpu: str | None = field(default=None, metadata={"help": f"Of: {', '.join(GPUS)}. For capacity and speed."})
+    outside_gib: float = field(default=OUTSIDE_GIB, metadata={"help": "Context and communicator, outside of torch."})
+    equal_lengths: bool = field(default=False, metadata={"help": "Rows are never padded: no attention mask."})
+    compare: bool = field(default=False, metadata={"help": "The three scenarios beside each other."})
+    max: str | None = field(default=None, metadata={"help": f"Largest that fits: {' or '.join(SMALLEST)}."})
+    plan_dir: str = field(default="outputs/plan", metadata={"help": "Folder of plan.md, plan.json and plan.png."})
+    json: bool = field(default=False, metadata={"help": "Print one JSON object and nothing else."})
+
+
+def main() -> None:
+    try:
+        command(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"\nError: {error}\n")
+
+
+def command(argv: list[str]) -> None:
+    """Plan, print, and write the report."""
+    parser = QuietParser(PlanOptions, allow_abbrev=False)
+    options, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if problems := check_options(options):
+        raise ValueError("Arguments:\n- " + "\n- ".join(problems))
+    rest = without_data(rest)
+    arguments = parse_arguments(rest, SAMPLE_DIR, KINDS[options.script])
+    config = read_hook_config(arguments.accelerate_config)
+    request = make_request(arguments, config, options.script, options.num_processes, options.equal_lengths)
+    planner = make_planner(options)
+    if options.compare:
+        plans, last = compare(request, options, rest, planner)
+    elif options.max:
+        plans, last = search(request, options.max, planner)
+    else:
+        plans, last = advised(request, planner, named(request, config), sys.stderr if options.json else sys.stdout)
+    write_report(plans, Path(options.plan_dir))
+    print(as_json(plans) if options.json else last)
+
+
+def without_data(words: list[str]) -> list[str]:
+    """The script's command line, whose data set need not be named: its rows are taken to be full."""
+    names = {word.split("=")[0] for word in words}
+    is_named = {"--dataset_name", "--config"} & names or "--model_name_or_path" not in names
+    return words if is_named else [*words, "--dataset_name", "none"]
+
+
+def check_options(options: PlanOptions) -> list[str]:
+    """Every problem with the options of plan.py itself."""
+    problems = []
+    if options.script not in KINDS:
+        problems.append(f"--script: found {options.script}, allowed: {', '.join(KINDS)}")
+    if options.gpu is not None and options.gpu not in GPUS:
+        problems.append(f"--gpu: found {options.gpu}, allowed: {', '.join(GPUS)} (or give --gpu_memory)")
+    if options.max is not None and options.max not in SMALLEST:
+        problems.append(f"--max: found {options.max}, allowed: {', '.join(SMALLEST)}")
+    if options.gpu_memory is not None and not re.fullmatch(r"\d+(\.\d+)? *(G|GB|GiB)?", options.gpu_memory):
+        problems.append(f"--gpu_memory: found {options.gpu_memory}, allowed: as in 80GiB or 80GB")
+    if options.num_processes is not None and options.num_processes < 1:
+        problems.append(f"--num_processes: found {options.num_processes}, allowed: 1 or more")
+    if options.max is not None and options.gpu_memory is None and options.gpu is None:
+        problems.append("--max needs --gpu_memory or --gpu")
+    return problems
+
+
+def make_planner(options: PlanOptions) -> Callable[[Request, str], Plan | None]:
+    """A function that plans a request, or says why it cannot and returns None."""
+    capacity, gpu = capacity_gib(options.gpu_memory, options.gpu), GPUS[options.gpu or DEFAULT_GPU]
+
+    def planner(request: Request, name: str) -> Plan | None:
+        try:
+            return make_plan(request, name, capacity, gpu.name, options.outside_gib)
+        except ValueError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return None
+
+    return planner
+
+
+def advised(
+    request: Request, planner: Callable[[Request, str], Plan | None], name: str, screen: TextIO
+) -> tuple[list[Plan], str]:
+    """One plan and, where it does not fit, what to change."""
+    plan = planner(request, name)
+    if plan is None:
+        sys.exit(1)
+    lines = [text(plan), f"note: {ASSUMPTIONS}"]
+    if plan.verdict not in ("tight", "does not fit"):
+        return [plan], "\n".join(lines)
+    print("\n".join(lines), flush=True, file=screen)
+    plans, advice = advise(request, plan, planner)
+    table = comparison([dataclasses.replace(plan, name="as planned"), *plans], "single change")
+    return [plan, *plans], "\n".join(["", *table, advice])
+
+
+def compare(
+    request: Request, options: PlanOptions, rest: list[str], planner: Callable[[Request, str], Plan | None]
+) -> tuple[list[Plan], str]:
+    """The three scenarios, each YAML with its script."""
+    folder = Path(request.hook_config["path"]).parent
+    requests = []
+    for yaml, script in SCENARIOS:
+        if not (folder / yaml).is_file():
+            raise ValueError(f"--compare: no {yaml} beside {request.hook_config['path']}")
+        words = [*rest, "--accelerate_config", str(folder / yaml)]
+        arguments, config = parse_arguments(words, SAMPLE_DIR, KINDS[script]), read_hook_config(str(folder / yaml))
+        one = make_request(arguments, config, script, request.num_processes, options.equal_lengths)
+        requests.append((one, f"{yaml} with {script}"))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        made = list(tqdm(pool.map(lambda pair: planner(*pair), requests), total=len(requests), desc="planning"))
+    plans = [plan for plan in made if plan is not None]
+    fitting = [plan for plan in plans if plan.verdict == "fits"]
+    if not plans:
+        sys.exit(1)  # each has said why
+    lines = comparison(plans, "scenario (GiB of a rank)")
+    if fitting:
+        lines.append(f"fastest that fits: {max(fitting, key=lambda plan: plan.tokens_per_second).name}")
+    elif plans[0].capacity is not None:
+        planned = [(one, plan) for (one, _), plan in zip(requests, made) if plan is not None]
+        smallest, least = min(planned, key=lambda pair: pair[1].comfortable)
+        print("\n".join(lines), flush=True, file=sys.stderr if options.json else sys.stdout)
+        changed, advice = advise(smallest, least, planner)
+        lines = [f"none fits; from {least.name}:", *comparison([least, *changed], "single change"), advice]
+        plans += changed
+    return plans, "\n".join([*lines, f"note: {ASSUMPTIONS}"])
+
+
+def search(request: Request, name: str, planner: Callable[[Request, str], Plan | None]) -> tuple[list[Plan], str]:
+    """The largest value of an argument that fits."""
+    value, plan = largest(request, name, planner)
+    if plan is None:
+        at_least = SMALLEST[name]
+        raise ValueError(f"--max {name}: not even {at_least} fits; run without --max for what to change")
+    return [plan], f"{text(plan)}\n\nlargest --{name} that fits: {value}"

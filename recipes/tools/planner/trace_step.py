@@ -1,0 +1,251 @@
+"""Trace one training step of a script under a YAML, on fake tensors in a fake process group: what a rank of any world
+size holds and sends, on one CPU and in seconds.
+
+The model, its adapters, the hooks, the optimizer and forward_backward are the script's own. As a command it reads a
+request from standard input and writes what it found to standard output (planned_step.py runs it so).
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hooks.activation_checkpointing import apply_activation_checkpointing, plan_activation_checkpointing
+from hooks.config import HookConfig
+from hooks.wrap import apply_units, plan_units, reshard_all
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training.arguments import FinetuneArguments
+from training.chunked_loss import compute_loss_in_chunks
+from training.launch import make_device_mesh
+from training.model import add_adapters
+from training.optimizer import check_optimizer, local, make_optimizer
+from utils import cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+
+from .allocator_replay import reserved_bytes
+from .as_on_gpu import offloading_seen, on_a_gpu, stand_in, use_experts_that_can_be_faked
+from .memory_trace import OTHER, MemoryTrace
+from .planned_arguments import notes_on, reads_documents, settle_attention, settle_length
+from .planned_step import PlannedStep, Request
+from .unweighted_model import leave_meta, load_without_weights
+
+TRACED_MICRO_BATCHES = 2  # the second one finds the gradients of the first; a third finds no more
+
+
+def main() -> None:
+    """Answer the request of standard input."""
+    warnings.filterwarnings("ignore")
+    gc.freeze()  # the imported libraries are never garbage; looking through them takes seconds
+    values = json.load(sys.stdin)
+    request = Request(**values)
+    try:
+        answer: dict[str, Any] = dataclasses.asdict(run_step(request))
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        why = f"what its forward does depends on the values of its tensors ({error.func}), and a plan has none"
+        answer = {"error": f"{why}; measure it in a short run instead"}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer))
+
+
+def run_step(request: Request) -> PlannedStep:
+    """Build, warm up, and trace one step, here and now."""
+    started = time.perf_counter()
+    arguments, config = request.script_arguments(), request.config()
+    with ready(request) as it:
+        trace = MemoryTrace(it.model, it.optimizer, request.round_to, config.fsdp_offload_params)
+        for value in (value for batch in it.batches for value in batch.values()):
+            trace.tag(value, OTHER)
+        state = state_bytes(it.model, it.optimizer)
+        with trace, offloading_seen(trace):
+            first = it.run(trace)
+            end_of_step = len(trace.log)
+            untraced = arguments.gradient_accumulation_steps - len(it.batches)  # micro-batches like the first
+            counts = {name: n + first[name] * untraced for name, n in trace.counts.items()}
+            it.evaluate(trace)
+        return PlannedStep(
+            peak=trace.peak,
+            peak_at=trace.peak_at,
+            parts=trace.peak_parts,
+            phase_peaks=trace.phase_peaks,
+            reserved=reserved_bytes(trace.log[:end_of_step], trace.start),
+            host=trace.host_peak,
+            peak_with_host=trace.peak_with_host,
+            counts=counts,
+            timeline=trace.points(),
+            parameters=it.parameters,
+            trainable=sum(p.numel() for p in it.model.parameters() if p.requires_grad),
+            state=state,
+            loaded=it.loaded,
+            length=it.batches[0]["labels"].shape[1],
+            notes=it.notes,
+            seconds=time.perf_counter() - started,
+        )
+
+
+@dataclass
+class Ready:
+    """A model and its optimizer after a first step, and the batches of the next."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[dict[str, torch.Tensor]]
+    run: Callable[[MemoryTrace | None], Counter[str]]  # a step; the trace's counts after its first micro-batch
+    evaluate: Callable[[MemoryTrace], None]
+    parameters: int
+    loaded: int  # bytes of the model as it lies on disk
+    notes: list[str]
+
+
+@contextlib.contextmanager
+def ready(request: Request) -> Iterator[Ready]:
+    """Build what the script builds and take one step, so that the optimizer's state is there.
+
+    Runs in the process group that there is, or makes a fake one and leaves it behind.
+    """
+    arguments, config = request.script_arguments(), request.config()
+    is_of_another_size = dist.is_initialized() and dist.get_world_size() != request.num_processes
+    if is_of_another_size:
+        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=request.num_processes, store=FakeStore())
+    rows, test_rows = arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size
+    is_padded, is_test_padded = request.is_padded(rows), request.is_padded(test_rows)
+    accelerator = stand_in(request.num_processes)
+    mesh = make_device_mesh(accelerator)
+    torch.manual_seed(0)
+    script = imported(request.script)
+    device = torch.device("meta" if request.is_fake else "cpu")
+    with device:
+        model = load_without_weights(arguments)
+    size, loaded = sum(p.numel() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
+    settle_attention(arguments, config.hook_param_dtype, model)
+    notes = [*settle_length(arguments, model), *notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)]
+    with device:
+        model = add_adapters(model, arguments)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if request.is_fake else contextlib.nullcontext()
+    with mode, on_a_gpu(has_mask=is_padded or reads_documents(arguments)):
+        if request.is_fake:
+            leave_meta(model)
+        notes += use_experts_that_can_be_faked(model, config.hook_param_dtype)
+        model = build(model, arguments, config, mesh, getattr(script, "LOSS_CHUNK_TOKENS", None))
+        offloads = config.hook_offload_optimizer and not config.fsdp_offload_params
+        optimizer = make_optimizer(model, 1e-5, 0.01, (0.9, 0.999), 1e-8, config.mixed_precision == "fp16", offloads)
+        check_optimizer(model, optimizer)
+        window = min(arguments.gradient_accumulation_steps, TRACED_MICRO_BATCHES)
+        batches = [make_batch(model, arguments, is_padded) for _ in range(window)]
+        run = partial(step, script, accelerator, model, optimizer, config, arguments.max_grad_norm)
+        run(batches[:1], None)
+        test = partial(evaluate, script, model, arguments, is_test_padded)
+        yield Ready(model, optimizer, batches, partial(run, batches), test, size, loaded, notes)
+
+
+def imported(script: str) -> Any:
+    """The module of a script in this folder. Raises ValueError where its name is none that Python imports."""
+    try:
+        return importlib.import_module(Path(script).stem)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{script} is not imported by that name from {sys.path[0]}: {error}") from error
+
+
+def build(
+    model: nn.Module, arguments: FinetuneArguments, config: HookConfig, mesh: Any, chunk_tokens: int | None
+) -> nn.Module:
+    """The scripts' order after the adapters: recompute, chunked loss, units, dtypes."""
+    recomputed = plan_activation_checkpointing(model, config)
+    units = plan_units(model, config)
+    apply_activation_checkpointing(model, recomputed, config, is_cpu=False)
+    if chunk_tokens is not None:
+        compute_loss_in_chunks(model, chunk_tokens)
+    apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
+    cast_stored_parameters(model, config, None if arguments.dtype == "auto" else getattr(torch, arguments.dtype))
+    cast_buffers(model, config)
+    return model
+
+
+def make_batch(
+    model: nn.Module, arguments: FinetuneArguments, is_padded: bool, batch_size: int = 0
+) -> dict[str, torch.Tensor]:
+    """Rows of max_length tokens, as the scripts' batches are: packed, padded, or all of one length."""
+    shape = batch_size or arguments.per_device_train_batch_size, arguments.max_length
+    ids = torch.randint(0, model.config.get_text_config().vocab_size, shape)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if arguments.packing:
+        half = shape[1] // 2
+        positions = torch.cat([torch.arange(half), torch.arange(shape[1] - half)])
+        batch["position_ids"] = positions.expand(shape).contiguous()
+    elif is_padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][:, -1] = 0
+        batch["labels"][:, -1] = -100
+    return batch
+
+
+def step(
+    script: Any,
+    accelerator: SimpleNamespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: HookConfig,
+    max_grad_norm: float,
+    batches: list[dict[str, torch.Tensor]],
+    trace: MemoryTrace | None,
+) -> Counter[str]:
+    """An optimizer step of the script, its phases marked; returns the trace's counts after the first micro-batch."""
+    mark = trace.mark if trace is not None else lambda phase: None
+    counts = []
+
+    def backward(loss: torch.Tensor) -> None:
+        mark("backward")
+        loss.backward()
+        mark("forward")
+        counts.append(Counter(trace.counts) if trace is not None else Counter())
+
+    accelerator.backward = backward
+    tokens = sum(batch["labels"].numel() for batch in batches) * accelerator.num_processes
+    mark("forward")
+    script.forward_backward(accelerator, model, tokens, config, batches)
+    mark("clip")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    mark("optimizer step")
+    optimizer.step()
+    optimizer.zero_grad()
+    return counts[0]
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Shards of parameters and optimizer state, and of gradients as they will be."""
+    parameters = [local(parameter) for parameter in model.parameters()]
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    held = [local(value) for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return sum(value.nbytes for value in [*parameters, *held]) + gradients
+
+
+def evaluate(script: Any, model: nn.Module, arguments: FinetuneArguments, is_padded: bool, trace: MemoryTrace) -> None:
+    """A batch of evaluation.evaluate."""
+    rows, plain = arguments.per_device_eval_batch_size, dataclasses.replace(arguments, packing=False)
+    batch = make_batch(model, plain, is_padded, batch_size=rows)
+    trace.mark("evaluation")
+    with torch.no_grad():
+        model.eval()
+        script.micro_batch_loss(model, batch, 1, 1)
+        reshard_all(model)
+        model.train()
+
+
+if __name__ == "__main__":
+    main()

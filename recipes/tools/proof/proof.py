@@ -1,0 +1,337 @@
+"""Prove, on a laptop's CPU, that your model trains exactly under your YAML.
+
+    python recipes/verify.py --model_name_or_path Qwen/Qwen3-8B --accelerate_config accelerate_configs/mem_limit.yaml
+    python recipes/verify.py --model_name_or_path my_folder --accelerate_config my.yaml --use_peft --json
+
+Only the model's config is read. A tiny model of the same architecture is trained for three steps by two processes with
+the recipe's hooks and loop, and compared with one process that holds it whole, in fp32: loss, every gradient, the
+norm, the weights, each step from the same weights. Prints a table; exits 1 if a check fails, naming the module that is
+first to differ, and 2 if the tiny model does not run even unsharded.
+
+To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
+shrink.py, shrink_layers.py, structure_checks.py, verify_arguments.py, verify_report.py and a YAML.
+"""
+
+import dataclasses
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from functools import partial
+
+import finetune
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from hooks.activation_checkpointing import (
+    apply_activation_checkpointing,
+    plan_activation_checkpointing,
+    recomputed_blocks,
+)
+from hooks.config import HookConfig, read_hook_config
+from hooks.live import check_against_plan, read_units
+from hooks.structure import kept_in_fp32
+from hooks.wrap import apply_units, plan_units
+from saving.checkpoint import START
+from torch import nn
+from training.launch import end, make_accelerator, make_device_mesh, stop_together
+from training.optimizer import make_optimizer, prepare
+from transformers import HfArgumentParser, PreTrainedConfig
+from utils import DTYPES, cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+
+from .architecture import (
+    balancing_term,
+    balancing_weight,
+    check_causal,
+    norms_by_name,
+    own_loss,
+    packed_isolation,
+    scaled_threshold,
+    set_buffer_dtype,
+    text_tokens,
+    unsized_model,
+)
+from .cases import (
+    BALANCING_CASE,
+    BALANCING_LORA_CASE,
+    CASES,
+    DEFERRED_TOLERANCE,
+    EVAL_STEPS,
+    LORA_CASES,
+    REDUCED_BF16_TOLERANCE,
+    STEPS,
+    TOLERANCE,
+    Case,
+    Check,
+    RecordingLog,
+    acting_checks,
+    batches_of,
+    compare,
+    config_of,
+    exact_config,
+    gradient_check,
+    held_out_of,
+    reference_key,
+    same_bits_check,
+)
+from .cpu_ranks import agreement_group, captured, describe, failed_alike, run_on_cpu_ranks
+from .exactness import SEED, Run, follow, is_inside, local, recorded_outputs, reference_run
+from .proof_arguments import VerifyArguments, build_case, load_model_config
+from .proof_report import exit_status, json_report, print_json, table, verdict
+from .shrink import build_tiny_model
+from .structure_checks import adapter_check, structure_checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why an unsharded run of the tiny model did not end."""
+
+    error: str
+    described: str  # with its type and place
+    is_refusal: bool  # a ValueError: the model says that it cannot be used so
+
+
+MAX_LAYERS = 48  # of a tiny model that keeps the number of layers
+PACKED, REAL_UNITS = "packed documents", "units at real size"
+
+
+def main() -> None:
+    sys.exit(print_json(*captured(run_command)) if "--json" in sys.argv else run_command())
+
+
+def run_command() -> int:
+    """The command; returns its exit status."""
+    parser = HfArgumentParser(VerifyArguments)
+    arguments, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unknown argument: {' '.join(unknown)}")
+    if arguments.num_processes < 2:
+        parser.error(f"--num_processes: found {arguments.num_processes}, allowed: 2 or more (one shards nothing)")
+    return run_on_cpu_ranks(prove, arguments, arguments.num_processes)
+
+
+def prove(arguments: VerifyArguments) -> None:
+    """One rank of the command: all checks, the table, the exit status."""
+    warnings.filterwarnings("ignore")  # the table is all that is printed
+    lora = arguments if arguments.use_peft else None
+    with stop_together():
+        config = read_hook_config(arguments.accelerate_config)
+        model_config = load_model_config(arguments)
+        check_causal(model_config)
+        build = tiny_builder(model_config, config)
+        for case in (CASES[0], *(LORA_CASES[:1] if lora else ())):
+            build_case(build, case, lora)
+    with stop_together():
+        accelerator = make_accelerator(exact_config(config), 1.0)
+    checks: list[Check] = []
+    try:
+        for check in verify(model_config, config, accelerator, lora):
+            checks.append(check)
+    except Exception as error:  # what is known already is printed all the same
+        checks.append(Check("verification", False, detail=describe(error)))
+    if arguments.packing:
+        checks = [dataclasses.replace(c, is_proof=True) if c.name == PACKED else c for c in checks]
+    model, ranks = arguments.model_name_or_path, accelerator.num_processes
+    if arguments.json:
+        accelerator.print(json_report(model, config.path, ranks, checks))
+    else:
+        accelerator.print("\n".join(table(checks)))
+        accelerator.print(f"{model} {verdict(checks)} under {config.path} (tiny model, CPU) on {ranks} ranks")
+    sys.stdout.flush()
+    accelerator.wait_for_everyone()  # the first exit ends the others
+    end(accelerator)
+    sys.exit(exit_status(checks))
+
+
+def verify(
+    model_config: PreTrainedConfig,
+    config: HookConfig,
+    accelerator: Accelerator,
+    lora: VerifyArguments | None = None,
+    references: dict[tuple, Run] | None = None,
+) -> Iterator[Check]:
+    """Run all checks of one model under one YAML, yielding each as it is done. Every rank must call it.
+
+    `references` keeps the unsharded runs for the same model under another YAML.
+    """
+    references = {} if references is None else references
+    has_balancing = getattr(model_config.get_text_config(), "output_router_logits", None) is not None
+    cases = [*CASES, *([BALANCING_CASE] if has_balancing else ()), *(LORA_CASES if lora is not None else ())]
+    cases += [BALANCING_LORA_CASE] if has_balancing and lora is not None else []
+    build = tiny_builder(model_config, config)
+    group = agreement_group()
+    whole, cause = unsized_model(model_config)
+    min_num_params = scaled_threshold(config.fsdp_min_num_params, build(), whole)
+    runs: dict[Case, Run] = {}
+    configs = {case: config_of(case, config, min_num_params) for case in cases}
+    keys = {case: (*reference_key(case, configs[case]), build.keywords["keeps_layers"]) for case in cases}
+    missing = {key: case for case, key in keys.items() if key not in references}
+    known = references | shared_references(missing, configs, build, lora)
+    references |= {key: run for key, run in known.items() if isinstance(run, Run)}
+    for case in cases:
+        run_config, expected, failure = configs[case], known[keys[case]], ""
+        if isinstance(expected, Failure):  # the same on every rank
+            is_refused = expected.is_refusal and case.dropout > 0
+            detail = f"not proved: {expected.error}"
+            detail = detail if is_refused else f"the tiny model does not run ({expected.described})"
+            yield Check(case.name, is_refused, not is_refused, detail=detail, can_run=is_refused)
+            continue
+        try:
+            model = build_case(build, case, lora)
+            runs[case] = sharded_run(model, run_config, accelerator, case, expected)
+        except (Exception, SystemExit) as error:  # a model that cannot run is a finding, and the other checks go on
+            accelerator.free_memory()
+            failure = describe(error)
+        if failed_alike(failure, case.name, group):
+            yield Check(case.name, False, detail=failure)
+            continue
+        tolerance = TOLERANCE if config.hook_reduce_every_micro_batch else DEFERRED_TOLERANCE
+        if run_config.hook_reduce_dtype == "bf16" and accelerator.num_processes > 2:
+            tolerance = REDUCED_BF16_TOLERANCE
+        check = compare(case, runs[case], expected, run_config.hook_param_dtype, tolerance)
+        if case.use_peft and lora.lora_dropout and not model.peft_config["default"].lora_dropout:
+            check.detail = "; ".join(filter(None, (check.detail, "run with --lora_dropout 0, which its experts need")))
+        yield check
+        if case in (CASES[0], LORA_CASES[0]):
+            yield from gradient_check(expected, "gradient in every " + ("adapter" if case.use_peft else "tensor"))
+    yield from same_bits_check(runs)
+    experts = build_case(build, BALANCING_CASE, None) if BALANCING_CASE in runs else None
+    yield from acting_checks(runs, 0.0 if experts is None else balancing_term(experts))
+    yield from model_checks(config, build, lora, min_num_params, whole, cause)
+
+
+def model_checks(
+    config: HookConfig, build: partial, lora: VerifyArguments | None, limit: int, whole: nn.Module | None, cause: str
+) -> Iterator[Check]:
+    """What needs no training: units, what the hooks find in the model, what its architecture can do."""
+    if whole is None:
+        yield Check(REAL_UNITS, True, False, detail=f"not proved: the real model could not be built ({cause})")
+    else:
+        yield from unit_check(whole, config, REAL_UNITS)
+    model = build_case(build, CASES[0], None)
+    yield from unit_check(model, config_of(CASES[0], config, limit), "units")
+    if (config.hook_wrap_function or config.hook_checkpoint_function) and not build.keywords["keeps_layers"]:
+        detail = f"not proved: more than {MAX_LAYERS} layers, so that a function of the user meets other names here"
+        yield Check("the user's function", True, False, detail=detail)
+    yield from structure_checks(model, config.hook_norm_dtype is not None)
+    if lora is not None:
+        yield from adapter_check(build_case(build, LORA_CASES[0], lora), lora.lora_alpha / lora.lora_r)
+    isolation = packed_isolation(model)
+    yield Check(PACKED, isolation == "isolated", False, detail=isolation)
+    yield Check("the model's own loss", True, False, detail=own_loss(model))
+    keys = [key for key in ("hook_offload_optimizer", "fsdp_activation_checkpointing_offload") if getattr(config, key)]
+    keys += ["fp16 and its loss scaler"] if "fp16" in (config.hook_param_dtype, config.hook_reduce_dtype) else []
+    if keys:
+        yield Check("needs a GPU", True, False, detail=f"not proved: {', '.join(keys)}")
+
+
+def tiny_builder(model_config: PreTrainedConfig, config: HookConfig) -> partial:
+    """Makes tiny models, with as many layers as the real one where a function of the user may name them."""
+    names_layers = bool(config.hook_wrap_function or config.hook_checkpoint_function)
+    num_layers = getattr(model_config.get_text_config(), "num_hidden_layers", None) or 0
+    return partial(build_tiny_model, model_config, keeps_layers=names_layers and num_layers <= MAX_LAYERS)
+
+
+def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case, expected: Run) -> Run:
+    """The recipe's hooks in the recipe's order, then the recipe's own training loop, every step from the weights that
+    the reference has there."""
+    tokens = text_tokens(model)
+    recomputed = plan_activation_checkpointing(model, config)
+    units = plan_units(model, config)
+    apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
+    mesh = make_device_mesh(accelerator)
+    apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
+    cast_stored_parameters(model, config)
+    cast_buffers(model, config)
+    check_against_plan(read_units(model), units, recomputed_blocks(model), recomputed)
+    arithmetic, run = case.arithmetic, Run()
+    rate, decay, epsilon = arithmetic.learning_rate, arithmetic.weight_decay, arithmetic.adam_epsilon
+    optimizer = make_optimizer(model, rate, decay, (0.9, 0.999), epsilon)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, arithmetic.last_rate, STEPS)
+    model, prepared = prepare(accelerator, model, optimizer)
+    follow(model, optimizer, run, expected)
+    rank = accelerator.process_index
+    batches = batches_of(rank, case.accumulation, tokens)
+    steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
+    # One evaluation in the middle, which must change nothing, and one at the end.
+    names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0, "seed": SEED, "profile": 0}
+    held_out, log = held_out_of(rank, tokens), RecordingLog()
+    names |= {"on_non_finite": "stop", "output_dir": "", "max_grad_norm": arithmetic.max_grad_norm}
+    torch.manual_seed(SEED + rank)
+    run.outputs.append({})
+    with recorded_outputs(model, run.outputs[0]):
+        finetune.train(
+            accelerator,
+            model,
+            prepared,
+            scheduler,
+            steps,
+            test_batches=held_out,
+            log=log,
+            state=dict(START),
+            writer=None,
+            signals=[],
+            arguments=types.SimpleNamespace(**names),
+            hook_config=config,
+        )
+    trained = [values for values in log.written if "loss" in values]
+    run.losses = [values["loss"] for values in trained]
+    run.norms = [values["grad_norm"] for values in trained]
+    run.evaluations = [values["eval_loss"] for values in log.written if "eval_loss" in values]
+    run.weights.append({n: local(p) for n, p in model.named_parameters() if p.requires_grad})
+    accelerator.free_memory()
+    return run
+
+
+def shared_references(
+    missing: dict[tuple, Case], configs: dict[Case, HookConfig], build: partial, lora: VerifyArguments | None
+) -> dict[tuple, Run | Failure]:
+    """The unsharded run of each key. One rank makes it and hands it to all; the ranks take turns, the long runs first.
+    Every rank must call it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own: dict[tuple, Run | Failure] = {}
+    longest_first = sorted(missing, key=lambda key: (missing[key].accumulation, missing[key].is_policy), reverse=True)
+    for key in longest_first[rank::world_size]:
+        case = missing[key]
+        try:
+            own[key] = reference_of(build_case(build, case, lora), configs[case], world_size, case)
+        except Exception as error:
+            own[key] = Failure(str(error), describe(error), isinstance(error, ValueError))
+    parts: list[dict] = [{}] * world_size
+    dist.all_gather_object(parts, own)
+    return {key: run for part in parts for key, run in part.items()}
+
+
+def reference_of(model: nn.Module, config: HookConfig, world_size: int, case: Case) -> Run:
+    """One process that holds the whole model and runs the rows of all ranks."""
+    tokens = text_tokens(model)
+    per_rank = [batches_of(rank, case.accumulation, tokens) for rank in range(world_size)]
+    steps = [list(micro_batches) for micro_batches in zip(*per_rank)]
+    norms = norms_by_name(model)[0] if config.hook_norm_dtype else frozenset()
+    kept = kept_in_fp32(model)[0] if config.hook_param_dtype != "fp32" else []
+    dtypes = {"param_dtype": DTYPES[config.hook_param_dtype], "reduce_dtype": DTYPES[config.hook_reduce_dtype]}
+    modules = {"fp32_norms": frozenset(norms), "fp32_modules": frozenset(kept) - frozenset(norms)}
+    defers = not config.hook_reduce_every_micro_batch
+    arithmetic = dataclasses.replace(case.arithmetic, **dtypes, **modules, defers_reduction=defers)
+    stays = arithmetic.fp32_norms | arithmetic.fp32_modules
+    for name, parameter in model.named_parameters():  # a frozen base is stored in the dtype it computes in
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+        elif not is_inside(name, stays):
+            parameter.data = parameter.data.to(arithmetic.param_dtype)
+    if config.hook_buffer_dtype is not None:
+        set_buffer_dtype(model, DTYPES[config.hook_buffer_dtype])
+    held_out = [batch for rank in range(world_size) for batch in held_out_of(rank, tokens)]
+    return reference_run(model, steps, arithmetic, balancing_weight(model.config), held_out, EVAL_STEPS)
+
+
+def unit_check(model: nn.Module, config: HookConfig, name: str) -> Iterator[Check]:
+    """At least two units, the root included, unless the YAML asks for one; and a plan of what is recomputed."""
+    try:
+        units = plan_units(model, config)
+        plan_activation_checkpointing(model, config)
+    except Exception as error:  # the user's own function may raise anything
+        yield Check(name, False, detail=str(error) if isinstance(error, ValueError) else describe(error))
+        return
+    is_passed = bool(units) or config.fsdp_auto_wrap_policy == "NO_WRAP"
+    yield Check(name, is_passed, detail=f"{len(units) + 1} units, the root included")
