@@ -4,8 +4,6 @@
     python recipes/export.py outputs/lora/checkpoint-500 --output_dir merged --merge_adapter --dtype bfloat16
 
 One process on a CPU, which holds one file of --max_shard_size at a time (and a block of the model), never all weights.
-
-To copy it: the files that finetune.py names, export.py and merge_adapter.py.
 """
 
 from tools.export.exporting import main

@@ -8,49 +8,37 @@
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
 
-To copy it, take a YAML and the files that the README names under "Copying a recipe".
+To copy it: python recipes/copy_recipe.py finetune TO
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hooks.activation_checkpointing import (
-    apply_activation_checkpointing,
-    plan_activation_checkpointing,
-    recomputed_blocks,
-)
-from hooks.config import HookConfig, as_plain_dict, notes, read_hook_config
-from hooks.live import print_and_save
-from hooks.structure import count_blocks
-from hooks.wrap import apply_units, plan_units, set_gradient_sync
-from rows.batches import Step, count_steps, evaluation_batches, training_steps
-from rows.packing import pack_rows
+from hooks.apply import apply_hooks, plan_hooks
+from hooks.config import HookConfig, as_plain_dict, read_hook_config
+from hooks.live import report_wrap, save_report
+from hooks.structure import set_use_cache
+from hooks.wrap import set_gradient_sync
+from rows.batches import Share, Step, count_steps, evaluation_batches
 from rows.prepare import prepare_data
-from rows.streaming import Stream, stream_steps
 from rows.tokenizing import preview
-from saving.checkpoint import START, CheckpointWriter
-from saving.folder import best_checkpoint, checked_manifest, find_checkpoint, hold_folder
+from saving.checkpoint import CheckpointWriter
+from saving.folder import best_checkpoint, open_run
 from saving.huggingface import export_model
-from saving.resume import compare_runs, load_best, resume, run_facts
-from saving.state import data_hash
-from tools.diagnosis.failures import explained_failures
-from tools.diagnosis.hang_watch import watch_for_hangs
-from tools.diagnosis.loss_checks import LossWatch
-from tools.diagnosis.replaying import replay
-from tools.planner.plan_report import dry_run, plan_beside
-from tools.profiling.profiler import StepProfiler
-from tools.profiling.settings import compare_settings
-from tools.proof.architecture import check_architecture
+from saving.resume import load_best, resume, run_facts
+from saving.state import LiveState, data_hash
 from torch import nn
-from training.answers import compare_answers, greedy_answers
+from torch.distributed.device_mesh import DeviceMesh
+from training.answers import Answers
 from training.arguments import FinetuneArguments, parse_arguments
 from training.evaluation import evaluate
+from training.failures import explained_failures
+from training.hang_watch import watch_for_hangs
 from training.launch import (
     decided_by_rank_0,
     end,
@@ -60,13 +48,17 @@ from training.launch import (
     one_rank_at_a_time,
     stop_together,
 )
+from training.loss_watch import LossWatch
 from training.losses import micro_batch_loss, num_label_tokens
-from training.metrics import MetricsLog, StepMeter, format_line, memory
-from training.model import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
+from training.metrics import MetricsLog, StepMeter, memory
+from training.model import add_adapters, check_architecture, check_rows, dtype_named, load_model, load_tokenizer
 from training.non_finite import NonFiniteSteps
 from training.optimizer import make_optimizer, make_scheduler, prepare
+from training.profiling import StepProfiler
+from training.progress import Progress, follow_blocks
 from training.start_lines import start_lines
-from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
+from transformers import PreTrainedTokenizerBase
+from utils import clip_grad_norm, precision_policies
 
 SAMPLE_DIR = Path(__file__).parent / "sample"
 STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + SIGTERM)
@@ -75,16 +67,9 @@ STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + 
 def main() -> None:
     with stop_together():
         arguments = parse_arguments(sample_dir=SAMPLE_DIR)
-        hook_config = read_hook_config(arguments.accelerate_config)
+        config = read_hook_config(arguments.accelerate_config)
     with stop_together():
-        trackers = [name for name in arguments.report_to if name != "none"] or None
-        scale, output_dir = arguments.fp16_initial_scale, arguments.output_dir
-        accelerator = make_accelerator(hook_config, scale, log_with=trackers, project_dir=output_dir)
-    is_cpu, rank, world_size = accelerator.device.type == "cpu", accelerator.process_index, accelerator.num_processes
-
-    if arguments.dry_run:
-        accelerator.print(decided_by_rank_0(dry_run, arguments, hook_config, Path(__file__).name, world_size))
-        return end(accelerator)
+        accelerator = make_accelerator(config, arguments)
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
@@ -96,205 +81,203 @@ def main() -> None:
         return end(accelerator)
 
     # Where the run stands: at its start, or where a checkpoint was written.
-    lock = hold_folder(output_dir)  # noqa: F841 (held while it lives)
-    checkpoint = decided_by_rank_0(find_checkpoint, arguments.resume_from_checkpoint, output_dir)
     with stop_together():
-        saved = checked_manifest(checkpoint, arguments.check_hashes, rank, world_size)
-    state = {name: saved.get(name, value) for name, value in START.items()}
+        run = open_run(arguments.output_dir, arguments.resume_from_checkpoint, arguments.check_hashes)
 
-    # Model and hooks. The order is fixed: load, adapters, recompute, (compile), wrap, optimizer, prepare.
-    set_seed(arguments.seed)  # the same random adapters on every rank
     mesh = make_device_mesh(accelerator)
+    set_seed(arguments.seed)  # the same random adapters on every rank
     with stop_together(), one_rank_at_a_time():
-        model = load_model(arguments)
+        model = build_model(arguments, config, accelerator, mesh)
         check_rows(model, data.train, data.test)
-        check_architecture(model.config, arguments.packing)
-        if arguments.packing:
-            data.train, packed_line = pack_rows(data.train.to_list(), arguments.max_length)
-            data.lines.append(packed_line)
-        export_dtype = saved_dtype(model) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-        model = add_adapters(model, arguments)
-        recomputed = plan_activation_checkpointing(model, hook_config)
-        units = plan_units(model, hook_config)
-        apply_activation_checkpointing(model, recomputed, hook_config, is_cpu)
-        policy, norm_policy = mixed_precision_policy(hook_config), norm_precision_policy(hook_config)
-        apply_units(model, units, hook_config, mesh, policy, norm_policy)
-        frozen_dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-        cast_stored_parameters(model, hook_config, frozen_dtype)
-        cast_buffers(model, hook_config)
-        keys = as_plain_dict(hook_config)
-        report = count_blocks(model), keys, notes(hook_config, is_cpu), accelerator, output_dir
-        print_and_save(model, units, (recomputed, recomputed_blocks(model)), *report)
+        data.pack(arguments.max_length if arguments.packing else 0)
 
-    # Optimizer after wrapping and before any forward; the schedule counts optimizer steps on any number of ranks.
+    # The optimizer comes after wrapping and before any forward; the schedule counts its steps, on any number of ranks.
     with stop_together():
-        betas, epsilon = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
-        decay, uses_scaler = arguments.weight_decay, accelerator.scaler is not None
-        offloads = hook_config.hook_offload_optimizer and not hook_config.fsdp_offload_params
-        optimizer = make_optimizer(model, arguments.learning_rate, decay, betas, epsilon, uses_scaler, offloads)
-    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    rows_per_step, position = micro * accumulation * world_size, {name: state[name] for name in ("epoch", "rows_seen")}
-    length = arguments.num_train_epochs, arguments.max_steps, state["step"]
-    total_steps = count_steps(len(data.train), rows_per_step, *length, **position)
+        optimizer = make_optimizer(model, arguments, config)
+    share = Share.of(arguments, accelerator.process_index, accelerator.num_processes)
+    total_steps = count_steps(len(data.train), share, arguments.num_train_epochs, arguments.max_steps, run.state)
     scheduler = make_scheduler(optimizer, arguments.lr_scheduler_type, arguments.warmup_steps, total_steps)
-    model, prepared_optimizer = prepare(accelerator, model, optimizer)
+    model, optimizer = prepare(accelerator, model, optimizer)
+    live = LiveState(accelerator, model, optimizer, scheduler, run.state)
 
     set_seed(arguments.seed, device_specific=True)  # each rank drops other units
-    run = run_facts(arguments, keys, rows_hash, rows_per_step, model)
-    if checkpoint is not None:
-        with stop_together():
-            lines = compare_runs(saved, run)
-        with stop_together():
-            lines += resume(accelerator, model, optimizer, scheduler, checkpoint)
-        accelerator.print(f"resumed from {checkpoint}: step {state['step']} of {total_steps}", *lines, sep="\nnote: ")
-    if arguments.replay_batch:
-        with stop_together():
-            accelerator.print(replay(arguments.replay_batch, accelerator, model, forward_backward, hook_config))
-        return end(accelerator)
-    log = MetricsLog(accelerator, output_dir, total_steps, state["step"])
-    lines = data.lines + start_lines(hook_config, arguments, accelerator, scheduler, total_steps)
-    log.start(arguments, hook_config, lines)
-    plan_beside(accelerator, arguments, hook_config, Path(__file__).name)
-    watch_for_hangs(accelerator, arguments)
-    batch_size, pad_token_id = arguments.per_device_eval_batch_size, tokenizer.pad_token_id
-    test_batches = evaluation_batches(data.test, batch_size, rank, world_size, pad_token_id) if data.test else []
-    explained = explained_failures(accelerator, model, optimizer, arguments, hook_config, Path(__file__).name)
-    answer_prompts = partial(greedy_answers, accelerator, model, tokenizer, data.prompts, batch_size=batch_size)
-    begin, new_tokens = data.prompts_hold_begin, arguments.max_new_tokens
-    answer_prompts = explained(partial(answer_prompts, is_rendered=begin, max_new_tokens=new_tokens))
-    before = answer_prompts() if data.prompts and checkpoint is None else []
-    share = micro, accumulation, rank, world_size
-    order = {"seed": arguments.seed, "pad_token_id": pad_token_id, **position}
-    workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
-    steps = training_steps(data.train, *share, num_workers=workers, group_by_length=is_grouped, **order)
-    if data.stream is not None:
-        steps = stream_steps(Stream(*data.stream), *share, **order)
-    writer = CheckpointWriter(accelerator, model, optimizer, scheduler, arguments, run)
-    if test_batches and checkpoint is None:
-        log.write(0, {"eval_loss": explained(evaluate)(accelerator, model, test_batches, micro_batch_loss)})
-    is_finished = explained(train)(
-        accelerator,
-        model,
-        prepared_optimizer,
-        scheduler,
-        steps,
-        test_batches=test_batches,
-        log=log,
-        state=state,
-        writer=writer,
-        signals=note_stop_signals(),
-        arguments=arguments,
-        hook_config=hook_config,
-    )
+    facts = run_facts(vars(arguments), as_plain_dict(config), rows_hash, share.rows_per_step, model)
+    log = MetricsLog(accelerator, arguments.output_dir, total_steps, run.state["step"])
     with stop_together():
-        log.say(writer.wait())
-    if not is_finished:
-        log.say("stopped by a signal; " + ("resume from latest" if writer.is_saved else "its state could NOT be saved"))
-        log.close("stopped by a signal")
-        end(accelerator)
-        sys.exit(STOPPED if writer.is_saved else 1)
-    best = decided_by_rank_0(best_checkpoint, output_dir) if arguments.load_best_model_at_end else None
-    with stop_together():
-        log.say(load_best(model, optimizer, best))
-    if data.prompts:
-        log.write_answers(total_steps, *compare_answers(data.prompts, data.answers, before, answer_prompts()))
-    with stop_together():
-        export_model(model, tokenizer, Path(output_dir, "model"), export_dtype, accelerator.is_main_process)
-    log.close()
-    accelerator.print(f"model: {output_dir}/model | metrics: {log.path}")
-    end(accelerator)
+        log.say("\nnote: ".join(resume(live, run, facts)))
+    log.start(arguments, config, data.lines + start_lines(config, arguments, accelerator, scheduler, total_steps))
+    progress = follow_blocks(model, Progress(run.state["step"], note_stop_signals()))
+    watch_for_hangs(progress, arguments.output_dir, share.rank, share.world_size, arguments.hang_timeout)
+
+    steps = data.steps(arguments, share, run.position, tokenizer.pad_token_id)
+    test_batches = evaluation_batches(data.test, arguments.per_device_eval_batch_size, share, tokenizer.pad_token_id)
+    answers = Answers(accelerator, model, tokenizer, data.questions, arguments)
+    writer = CheckpointWriter(live, arguments, facts)
+    with explained_failures(progress, accelerator, model, optimizer, arguments.output_dir):
+        if run.checkpoint is None:
+            answers.before = answers.give(progress)
+            evaluate_and_log(live, test_batches, log, progress)
+        is_finished = train(
+            live, steps, test_batches, log=log, progress=progress, writer=writer, arguments=arguments, config=config
+        )
+        finish(live, tokenizer, answers, is_finished, log=log, progress=progress, writer=writer, arguments=arguments)
+
+
+def build_model(
+    arguments: FinetuneArguments, config: HookConfig, accelerator: Accelerator, mesh: DeviceMesh
+) -> nn.Module:
+    """The wrapped model. The order is fixed: load, adapters, then the hooks in the order of hooks/apply.py."""
+    model = load_model(arguments)
+    check_architecture(model, arguments.packing, accelerator.print)
+    model = add_adapters(model, arguments)
+    plan = plan_hooks(model, config)
+    dtype, policies = dtype_named(arguments.dtype), precision_policies(config)
+    apply_hooks(model, plan, config, mesh, policies, frozen_dtype=dtype)
+    report = report_wrap(model, plan, config, mesh.device_type == "cpu")
+    accelerator.print("\n".join(report.lines))
+    accelerator.on_main_process(save_report)(report, arguments.output_dir)
+    return model
 
 
 def train(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    live: LiveState,
     steps: Iterator[Step],
+    test_batches: Sequence[dict[str, torch.Tensor]],
     *,
-    test_batches: Iterable[dict[str, torch.Tensor]],
     log: MetricsLog,
-    state: dict[str, Any],
+    progress: Progress,
     writer: CheckpointWriter,
-    signals: list[int],
     arguments: FinetuneArguments,
-    hook_config: HookConfig,
+    config: HookConfig,
 ) -> bool:
-    """Run the optimizer steps that are left, or as many as `signals` allows; returns whether all were run."""
-    device, world_size = accelerator.device, accelerator.num_processes
-    meter, watch = StepMeter(), LossWatch(hook_config)
-    profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log, meter)
-    guard = NonFiniteSteps(accelerator, model, arguments, hook_config, log.say)
-    step, is_stopping = state["step"], False
+    """Run the optimizer steps that are left, or as many as a signal allows; returns whether all were run."""
+    accelerator, model, device = live.accelerator, live.model, live.accelerator.device
+    meter, watch = StepMeter(), LossWatch(config)
+    profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log=log, meter=meter)
+    guard = NonFiniteSteps(accelerator, model, arguments, config, log.say)
+    step, is_stopping = live.state["step"], False
     while step < log.total_steps and not is_stopping:
-        with meter.reading():
-            micro_batches, position, rows = next(steps)
+        step += 1
+        progress.begin(step)
+        with progress.mark("reading the data"), meter.reading():
+            batches = next(steps)
 
         # The loss is a mean over the label tokens of the whole step, so count them over all ranks first.
-        labels = [batch["labels"] for batch in micro_batches]
+        labels = [batch["labels"] for batch in batches.micro_batches]
         counts = [sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))]
         label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
-        whole_step = partial(forward_backward, accelerator, model, label_tokens, hook_config)
-        loss_sum = guard.run(whole_step, micro_batches)
-        grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
+        whole_step = partial(
+            forward_backward, accelerator, model, label_tokens=label_tokens, config=config, progress=progress
+        )
+        loss_sum = guard.run(whole_step, batches.micro_batches)
+        with progress.mark("clipping"):
+            grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
         # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
-        loss_sum, signalled = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(signals))])).tolist()
+        sums = torch.stack([loss_sum, loss_sum.new_tensor(len(progress.signals))])
+        loss_sum, signalled = accelerator.reduce(sums).tolist()
         is_stopping = signalled > 0
-        learning_rate = float(scheduler.get_last_lr()[0])
-        if guard.allows(step + 1, rows, loss_sum, label_tokens, grad_norm):  # else it ends all ranks, or skips on all
-            optimizer.step()
-        else:
-            loss_sum = label_tokens = 0  # in no average
+        learning_rate = float(live.scheduler.get_last_lr()[0])
+        if guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # else ends, or skips, on all ranks
+            with progress.mark("the optimizer's step"):
+                live.optimizer.step()
+            meter.add_loss(loss_sum, label_tokens)
+            log.say(watch.add(loss_sum, label_tokens))
         if guard.count():
-            scheduler.step()
-        optimizer.zero_grad()
-        step += 1
-        state = {"step": step, **position, "tokens_seen": state["tokens_seen"] + tokens}
-        meter.add_step(loss_sum, tokens, label_tokens)
-        log.say(watch.add(loss_sum, label_tokens))
+            live.scheduler.step()
+        live.optimizer.zero_grad()
+        live.state |= {"step": step, **batches.position, "tokens_seen": live.state["tokens_seen"] + tokens}
+        meter.add_step(tokens)
         log.bar.update()
 
         is_last = step == log.total_steps
         if step % arguments.logging_steps == 0 or is_last:
-            values = {**meter.read(world_size), "learning_rate": learning_rate, "grad_norm": grad_norm}
-            values |= {**memory(device), "epoch": position["epoch"], "label_tokens": meter.label_tokens}
-            values |= guard.values()
-            log.say(format_line(step, log.total_steps, values))
-            log.write(step, values)
+            values = {**meter.read(accelerator.num_processes), "learning_rate": learning_rate, "grad_norm": grad_norm}
+            values |= {**memory(device), "epoch": live.state["epoch"], "label_tokens": meter.label_tokens}
+            log.write_step(step, values | guard.values())
             meter.reset()
-        if test_batches and (is_last or (arguments.eval_steps and step % arguments.eval_steps == 0)):
-            eval_loss = evaluate(accelerator, model, test_batches, micro_batch_loss)
-            log.say(f"step {step}/{log.total_steps} | eval_loss {eval_loss:.4f}")
-            log.write(step, {"eval_loss": eval_loss})
-            state["eval_loss"] = eval_loss
+        if is_last or (arguments.eval_steps and step % arguments.eval_steps == 0):
+            evaluate_and_log(live, test_batches, log, progress)
             meter.reset()
         if is_stopping or (arguments.save_steps and (step % arguments.save_steps == 0 or is_last)):
-            with stop_together():
-                saved = writer.save(state)
+            with progress.mark("saving"), stop_together():
+                saved = writer.save()
             log.say(f"step {step}/{log.total_steps} | {saved}")
             meter.reset()
-        profiler.step(micro_batches, is_last or is_stopping)
+        profiler.step(batches.micro_batches, is_last or is_stopping)
     return not is_stopping or step == log.total_steps
 
 
 def forward_backward(
     accelerator: Accelerator,
     model: nn.Module,
-    label_tokens: int,
-    hook_config: HookConfig,
     micro_batches: list[dict[str, torch.Tensor]],
+    *,
+    label_tokens: int,
+    config: HookConfig,
+    progress: Progress,
 ) -> torch.Tensor:
     """Add up the gradients of a step of so many label tokens (all ranks); returns this rank's summed token loss."""
     loss_sum = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(micro_batches):
-        set_gradient_sync(model, hook_config, is_last_micro_batch=i == len(micro_batches) - 1)
+        set_gradient_sync(model, config, is_last_micro_batch=i == len(micro_batches) - 1)
         batch = {name: values.to(accelerator.device, non_blocking=True) for name, values in batch.items()}
-        loss, token_loss = micro_batch_loss(model, batch, label_tokens, accelerator.num_processes)
-        accelerator.backward(loss)
+        with progress.mark("forward"):
+            loss, token_loss = micro_batch_loss(model, batch, label_tokens, accelerator.num_processes)
+        with progress.mark("backward"):
+            accelerator.backward(loss)
         loss_sum += token_loss
         del loss  # else this micro-batch's graph would live on beside the next one's
     return loss_sum
 
 
+def evaluate_and_log(
+    live: LiveState, test_batches: Sequence[dict[str, torch.Tensor]], log: MetricsLog, progress: Progress
+) -> None:
+    """The loss on the held-out rows, where there are any: on the screen, in the metrics, in the next checkpoint."""
+    if not test_batches:
+        return
+    with progress.mark("evaluation"):
+        eval_loss = evaluate(live.accelerator, live.model, test_batches, micro_batch_loss)
+    step = live.state["step"]
+    log.write(step, {"eval_loss": eval_loss})
+    if step:
+        log.say(f"step {step}/{log.total_steps} | eval_loss {eval_loss:.4f}")
+        live.state["eval_loss"] = eval_loss
+
+
+def finish(
+    live: LiveState,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Answers,
+    is_finished: bool,
+    *,
+    log: MetricsLog,
+    progress: Progress,
+    writer: CheckpointWriter,
+    arguments: FinetuneArguments,
+) -> None:
+    """Wait for the last checkpoint, keep the best weights, answer once more, export the model."""
+    progress.enter("")  # from here on ranks need not wait for one another soon
+    with stop_together():
+        log.say(writer.wait())
+    if not is_finished:
+        log.say("stopped by a signal; " + ("resume from latest" if writer.is_saved else "its state could NOT be saved"))
+        log.close("stopped by a signal")
+        end(live.accelerator)
+        sys.exit(STOPPED if writer.is_saved else 1)
+    folder = arguments.output_dir
+    best = decided_by_rank_0(best_checkpoint, folder) if arguments.load_best_model_at_end else None
+    with stop_together():
+        log.say(load_best(live, best))
+    log.write_answers(log.total_steps, *answers.compare(progress))
+    set_use_cache(live.model, True)  # training had it off
+    with stop_together():
+        dtype = dtype_named(arguments.dtype) or live.model.config.dtype
+        export_model(live.model, tokenizer, Path(folder, "model"), dtype, live.accelerator.is_main_process)
+    log.close()
+    live.accelerator.print(f"model: {folder}/model | metrics: {log.path}")
+    end(live.accelerator)
+
+
 if __name__ == "__main__":
-    compare_settings(main, FinetuneArguments, SAMPLE_DIR) or main()
+    main()

@@ -7,10 +7,12 @@
     python recipes/plan.py ... --script finetune_mem_limit.py --use_peft --lora_r 16
 
 Besides its own options it takes those of the script. The script's own step runs on tensors without memory behind them
-(planned_step.py), so that every key of the YAML and every argument counts as it is carried out.
+(tools/planner), so that every key of the YAML and every argument counts as it is carried out.
 """
+
+from pathlib import Path
 
 from tools.planner.command import main
 
 if __name__ == "__main__":
-    main()
+    main(Path(__file__).parent / "sample")

@@ -7,9 +7,6 @@ Only the model's config is read. A tiny model of the same architecture is traine
 the recipe's hooks and loop, and compared with one process that holds it whole, in fp32: loss, every gradient, the
 norm, the weights, each step from the same weights. Prints a table; exits 1 if a check fails, naming the module that is
 first to differ, and 2 if the tiny model does not run even unsharded.
-
-To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
-shrink.py, shrink_layers.py, structure_checks.py, verify_arguments.py, verify_report.py and a YAML.
 """
 
 from tools.proof.proof import main

@@ -1,4 +1,4 @@
-"""finetune.py --profile_compare, where rank 1 has no memory left in the middle of a step if nothing is recomputed."""
+"""compare.py on finetune.py, where rank 1 has no memory left in the middle of a step if nothing is recomputed."""
 
 import os
 import sys
@@ -7,12 +7,15 @@ from pathlib import Path
 import finetune
 import torch
 import yaml
-from tools.profiling.settings import compare_settings
-from training.arguments import FinetuneArguments
+from tools.profiling import settings
 
 
 def main() -> None:
-    compare_settings(run_that_needs_recompute, FinetuneArguments, finetune.SAMPLE_DIR)
+    finetune.main = run_that_needs_recompute
+    settings.main()
+
+
+own_main = finetune.main
 
 
 def run_that_needs_recompute() -> None:
@@ -28,4 +31,4 @@ def run_that_needs_recompute() -> None:
 
     if os.environ["RANK"] == "1" and not config["fsdp_config"]["fsdp_activation_checkpointing"]:
         finetune.micro_batch_loss = micro_batch_loss
-    finetune.main()
+    own_main()

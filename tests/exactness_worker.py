@@ -40,18 +40,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import finetune
 import finetune_mem_limit
 import finetune_performance
-from hooks import live as wrap_report
+from hook_cases import adamw
+from hooks import apply, live
 from hooks import wrap as hook_wrap
-from hooks.activation_checkpointing import (
-    apply_activation_checkpointing,
-    plan_activation_checkpointing,
-    recomputed_blocks,
-)
+from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig, read_hook_config
-from hooks.structure import is_norm
+from hooks.structure import is_norm, set_use_cache
 from hooks.wrap import apply_units, plan_units
-from saving.checkpoint import START
+from rows.batches import Step
+from saving.folder import START
 from saving.huggingface import export_model
+from saving.state import LiveState
 from tiny_models import tiny_llama
 from tools.proof.cases import RecordingLog
 from tools.proof.exactness import local
@@ -63,7 +62,8 @@ from training.kernels import compile_blocks
 from training.launch import end, make_accelerator, make_device_mesh
 from training.model import add_adapters
 from training.optimizer import OffloadedAdamW, check_optimizer, make_optimizer, prepare
-from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+from training.progress import Progress
+from utils import precision_policies
 
 LEARNING_RATE, STEPS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 3, 1.0, 0.1
 ROWS = 2  # of a micro-batch
@@ -262,19 +262,24 @@ def sharded_run(
     finetune_mem_limit.py."""
     config = cell.config(base)
     model = make_model(cell)
-    recomputed = plan_activation_checkpointing(model, config)
-    units = plan_units(model, config)
-    apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
     if chunk_tokens:
         compute_loss_in_chunks(model, chunk_tokens)
-    if is_compiled:
-        compile_blocks(model, config.fsdp_transformer_layer_cls_to_wrap)
-    mesh = make_device_mesh(accelerator)
-    apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
-    cast_stored_parameters(model, config)
-    wrap_report.check_against_plan(wrap_report.read_units(model), units, recomputed_blocks(model), recomputed)
-    offloads = config.hook_offload_optimizer
-    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, (0.9, 0.999), 1e-8, uses_scaler, offloads)
+    plan = plan_hooks(model, config)
+    compiled = functools.partial(compile_blocks, class_names=config.fsdp_transformer_layer_cls_to_wrap)
+    compiled, mesh = compiled if is_compiled else None, make_device_mesh(accelerator)
+    apply_hooks(model, plan, config, mesh, precision_policies(config), compile_blocks=compiled)
+    live.report_wrap(model, plan, config, is_cpu=True)
+    arguments = FinetuneArguments(
+        learning_rate=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        logging_steps=1,
+        per_device_train_batch_size=ROWS,
+        seed=0,
+        output_dir="",
+    )
+    scaled = dataclasses.replace(config, mixed_precision="fp16" if uses_scaler else "no")
+    optimizer = make_optimizer(model, arguments, scaled)
     check_optimizer(model, optimizer)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1.0 if accelerator.scaler is None else 0.5, STEPS)
     model, prepared = prepare(accelerator, model, optimizer)
@@ -289,28 +294,12 @@ def sharded_run(
 
     optimizer.register_step_pre_hook(record_gradients)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    steps = iter([(b, {"epoch": 0, "rows_seen": 0}, []) for b in make_batches(cell, rank, world_size)])
-    names = {"max_grad_norm": MAX_GRAD_NORM, "logging_steps": 1, "eval_steps": 0, "save_steps": 0}
-    names |= {"per_device_train_batch_size": ROWS, "seed": 0, "on_non_finite": "stop", "output_dir": "", "profile": 0}
-    log = RecordingLog()
+    steps = iter([Step(b, {"epoch": 0, "rows_seen": 0}, []) for b in make_batches(cell, rank, world_size)])
+    log, state = RecordingLog(), LiveState(accelerator, model, prepared, scheduler, dict(START))
     before_training(model, optimizer)
     torch.manual_seed(7 + rank)
-    options = types.SimpleNamespace(**names)
     script = finetune_mem_limit if chunk_tokens else script
-    script.train(
-        accelerator,
-        model,
-        prepared,
-        scheduler,
-        steps,
-        test_batches=[],
-        log=log,
-        state=dict(START),
-        writer=None,
-        signals=[],
-        arguments=options,
-        hook_config=config,
-    )
+    script.train(state, steps, [], log=log, progress=Progress(), writer=None, arguments=arguments, config=config)
     out["losses"] = [values["loss"] for values in log.written]
     out["norms"] = [values["grad_norm"] for values in log.written]
     out["log"] = log.written
@@ -423,7 +412,7 @@ def run_faults(base: HookConfig, accelerator: Accelerator) -> dict:
         found["mean of means"] = compare(sharded_run(plain, base, accelerator), expected)
     with mock.patch.object(losses, "token_loss_sum", loss_in_bf16):
         found["loss in bf16"] = compare(sharded_run(plain, base, accelerator), expected)
-    with mock.patch.dict(globals(), {"apply_units": forgets_a_unit}):
+    with mock.patch.object(apply, "apply_units", forgets_a_unit):
         found["a key ignored"] = message_of(lambda: sharded_run(plain, base, accelerator))
     found["overflow on one rank"] = overflow_on_one_rank(wrap(plain, base, accelerator), rank, world_size)
     found["optimizer before wrapping"] = message_of(lambda: optimizer_too_early(plain, base, accelerator))
@@ -487,15 +476,14 @@ def wrap(cell: Cell, base: HookConfig, accelerator: Accelerator, chunk_tokens: i
     config, model = cell.config(base), make_model(cell)
     if chunk_tokens:
         compute_loss_in_chunks(model, chunk_tokens)
-    policies = mixed_precision_policy(config), norm_precision_policy(config)
-    apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), *policies)
+    apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), precision_policies(config))
     return model
 
 
 def optimizer_too_early(cell: Cell, base: HookConfig, accelerator: Accelerator) -> None:
     """The optimizer holds the tensors from before sharding."""
     unwrapped = make_model(cell)
-    optimizer = make_optimizer(unwrapped, LEARNING_RATE, 0.0, (0.9, 0.999), 1e-8)
+    optimizer = make_optimizer(unwrapped, adamw(LEARNING_RATE), base)
     check_optimizer(wrap(cell, base, accelerator), optimizer)
 
 
@@ -504,7 +492,7 @@ def optimizer_too_late(cell: Cell, base: HookConfig, accelerator: Accelerator) -
     model = wrap(cell, base, accelerator)
     with torch.no_grad():
         model(torch.ones(1, 4, dtype=torch.long))  # leaves the root unit gathered
-    check_optimizer(model, make_optimizer(model, LEARNING_RATE, 0.0, (0.9, 0.999), 1e-8))
+    check_optimizer(model, make_optimizer(model, adamw(LEARNING_RATE), base))
 
 
 def run_evaluation(base: HookConfig, accelerator: Accelerator) -> dict:
@@ -572,9 +560,7 @@ def run_buffers(base: HookConfig, accelerator: Accelerator) -> dict:
     config = Cell("block", dtype="bf16").config(base)
     model = tiny_llama().to(torch.float32)
     model.register_buffer("statistics", torch.arange(3.0), persistent=True)
-    policies = mixed_precision_policy(config), norm_precision_policy(config)
-    apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), *policies)
-    cast_stored_parameters(model, config)
+    apply_hooks(model, plan_hooks(model, config), config, make_device_mesh(accelerator), precision_policies(config))
     buffers = dict(model.named_buffers())
     return {
         "rotary": sorted({str(b.dtype) for name, b in buffers.items() if "inv_freq" in name}),
@@ -587,7 +573,9 @@ def run_export(base: HookConfig, accelerator: Accelerator, folder: Path) -> dict
     """A tied model, exported in bf16 from its shards and loaded by plain transformers."""
     cell = Cell("embeddings", tied=True)
     tokenizer = types.SimpleNamespace(save_pretrained=lambda folder: None)
-    export_model(wrap(cell, base, accelerator), tokenizer, folder, torch.bfloat16, accelerator.is_main_process)
+    model = wrap(cell, base, accelerator)
+    set_use_cache(model, True)
+    export_model(model, tokenizer, folder, torch.bfloat16, accelerator.is_main_process)
     accelerator.wait_for_everyone()
     saved = load_file(folder / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -718,7 +706,7 @@ def main() -> None:
         script.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a tiny step
     base = read_hook_config(None)
     base = dataclasses.replace(base, hook_reduce_dtype="fp32", hook_offload_optimizer=False)
-    accelerator = make_accelerator(base, 65536.0)
+    accelerator = make_accelerator(base)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     results: dict = {"world_size": world_size, "cells": {}, "unsharded": {}}
     cells = [cell for cell in grid() if not wraps or cell.wrap in wraps]

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import finetune
 import torch
+from rows import prepare
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 STEP = 2
@@ -21,8 +22,8 @@ STEP = 2
 def main() -> None:
     fault, sys.argv = sys.argv[1], ["finetune.py", *sys.argv[2:]]
     if os.environ["RANK"] == "1":
-        own_steps = finetune.training_steps
-        finetune.training_steps = lambda *args, **kwargs: faulty(own_steps(*args, **kwargs), fault)
+        own_steps = prepare.training_steps
+        prepare.training_steps = lambda *args, **kwargs: faulty(own_steps(*args, **kwargs), fault)
     finetune.main()
 
 

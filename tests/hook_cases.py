@@ -1,6 +1,7 @@
-"""The YAML's keys as the tests of the hooks start from them."""
+"""The YAML's keys and the optimizer's arguments as tests start from them."""
 
 from hooks.config import HookConfig
+from training.arguments import FinetuneArguments
 
 CONFIG = HookConfig(
     path="test.yaml",
@@ -17,3 +18,8 @@ CONFIG = HookConfig(
     fsdp_activation_checkpointing_offload=False,
     fsdp_state_dict_type="SHARDED_STATE_DICT",
 )
+
+
+def adamw(learning_rate: float, weight_decay: float = 0.0) -> FinetuneArguments:
+    """The script's arguments as far as its optimizer reads them."""
+    return FinetuneArguments(learning_rate=learning_rate, weight_decay=weight_decay)

@@ -23,7 +23,7 @@ from launching import RECIPES, Patience, arithmetic_path, in_fp32
 
 FOLDERS = [*arithmetic_path(), str(RECIPES), str(Path(__file__).parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join(FOLDERS)  # for the fork server's imports
-SCRIPTS = ("finetune", "finetune_mem_limit", "finetune_performance", "verify")
+SCRIPTS = ("finetune", "finetune_mem_limit", "finetune_performance", "verify", "replay")
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([*SCRIPTS, "launch_worker", "in_process", "preloaded"])
 
@@ -138,7 +138,7 @@ def be_rank(script, rank, world_size, port, arguments, log, faults, reports):
     finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a step
     atexit._clear()  # what the fork server registered is not this rank's
     if not reports:
-        run_record.write_report = lambda folder: ""
+        run_record.make_report = lambda folder, say: None
     sys.argv = [f"{script}.py", *(a.replace("{own_rank}", str(rank)) for a in arguments)]
     disk = Disk(faults.folder, faults.kill_at)
     if rank in faults.ranks and faults.folder:

@@ -31,7 +31,7 @@ def main() -> None:
             config_path = config_path.format(rank=connect_ranks().process_index)
         config = read_hook_config(config_path)
     with stop_together():
-        accelerator = make_accelerator(config, 65536.0)
+        accelerator = make_accelerator(config)
     rank = accelerator.process_index
     with stop_together():
         if option("--late") is not None:

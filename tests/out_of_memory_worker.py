@@ -85,7 +85,7 @@ def no_buffer(kind: type, numbers: tuple[int, ...]) -> Iterator[None]:
 def main() -> None:
     gc.freeze()  # the imported libraries are never garbage; looking through them would cost more than a run
     base = dataclasses.replace(read_hook_config(None), hook_reduce_dtype="fp32", hook_offload_optimizer=False)
-    accelerator = make_accelerator(base, 1.0)
+    accelerator = make_accelerator(base)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     results: dict = {"cells": {}}
     said: list[str] = []

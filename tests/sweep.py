@@ -67,7 +67,7 @@ def sweep(names: list[str]) -> None:
     finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors is a tenth of such a run
     gc.freeze()  # the imported libraries are never garbage
     configs = {name: read_hook_config(str(ROOT / "accelerate_configs" / f"{name}.yaml")) for name in SCENARIOS}
-    accelerator = make_accelerator(exact_config(configs["default"]), 1.0)
+    accelerator = make_accelerator(exact_config(configs["default"]))
     for name in tqdm(names, disable=not accelerator.is_main_process, dynamic_ncols=True):
         result = check_one(name, configs, accelerator)
         if accelerator.is_main_process:

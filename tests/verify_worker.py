@@ -18,12 +18,12 @@ import finetune
 import torch
 import torch.nn.functional as F
 import utils
+from hooks import apply
 from hooks import wrap as hook_wrap
 from hooks.config import HookConfig, read_hook_config
 from tools.proof import proof as command
 from tools.proof.cpu_ranks import run_on_cpu_ranks
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from training import evaluation, losses, optimizer
 from training.launch import end, make_accelerator
 from transformers import CONFIG_MAPPING, LlamaForCausalLM, PreTrainedModel
@@ -96,9 +96,10 @@ def leaking_forward(self: nn.Module, *, position_ids: torch.Tensor | None = None
     return forward(self, **inputs)
 
 
-def policy_that_casts_inputs(config: HookConfig) -> MixedPrecisionPolicy:
+def policies_that_cast_inputs(config: HookConfig) -> hook_wrap.Policies:
     """FSDP2's default: what a block is handed in fp32 is rounded."""
-    return dataclasses.replace(utils.mixed_precision_policy(config), cast_forward_inputs=True)
+    policies = utils.precision_policies(config)
+    return dataclasses.replace(policies, units=dataclasses.replace(policies.units, cast_forward_inputs=True))
 
 
 forward = LlamaForCausalLM.forward
@@ -128,10 +129,10 @@ def nan_on_one_rank(model: nn.Module) -> None:
 class WrongLogOfOneRank(command.RecordingLog):
     """A log that one rank writes wrong."""
 
-    def write(self, step: int, values: dict) -> None:
+    def write_step(self, step: int, values: dict) -> None:
         """Keep twice the loss."""
         factor = 2 if torch.distributed.get_rank() == 1 else 1
-        super().write(step, {k: v * factor if k == "loss" else v for k, v in values.items()})
+        super().write_step(step, {k: v * factor if k == "loss" else v for k, v in values.items()})
 
 
 def evaluation_of_own_rows(accelerator: object, *arguments: object) -> float:
@@ -171,7 +172,7 @@ FAULTS = {  # and the cases that could show it; none named: all
         ("accumulation 3", "dtypes, accumulation 3"),
     ),
     "no fp32 masters": (
-        mock.patch.object(command, "cast_stored_parameters", lambda *_: None),
+        mock.patch.object(apply, "cast_stored_parameters", lambda *_: None),
         ("the YAML's dtypes", "dtypes, accumulation 3"),
     ),
     "dropout state dropped": (
@@ -201,7 +202,7 @@ def work(out: str) -> None:
     configs = {
         name: read_hook_config(str(CONFIGS / f"{name}.yaml")) for name in ("default", "performance", "mem_limit")
     }
-    accelerator = make_accelerator(command.exact_config(configs["default"]), 1.0)
+    accelerator = make_accelerator(command.exact_config(configs["default"]))
     results: dict = {"dozen": {}, "faults": {}}
 
     def checks(name: str, scenario: str, references: dict | None = None) -> dict:
@@ -226,7 +227,7 @@ def work(out: str) -> None:
     results["faults"]["no balancing"] = run_without_balancing(configs, accelerator)
     results["faults"]["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
     of_dtypes = mock.patch.object(command, "CASES", [case for case in command.CASES if case.is_policy])
-    with of_dtypes, mock.patch.object(command, "mixed_precision_policy", policy_that_casts_inputs):
+    with of_dtypes, mock.patch.object(command, "precision_policies", policies_that_cast_inputs):
         results["faults"]["inputs cast"] = checks("beam", "default")
     with of_dtypes, mock.patch.object(hook_wrap, "kept_in_fp32", lambda model: ([], [])):
         results["faults"]["routers rounded"] = checks("deepseek_v3", "default")

@@ -2,15 +2,18 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .structure import base_model, kept_in_fp32, original_class_name
+from .activation_checkpointing import recomputed_blocks
+from .apply import HookPlan
+from .config import HookConfig, as_plain_dict, notes
+from .structure import base_model, count_blocks, kept_in_fp32, original_class_name
 from .wrap import Unit
 
 VOCABULARY_ADVICE = 50_000  # from here an embedding is worth a unit of its own (vocabularies of 50k-250k)
@@ -19,7 +22,7 @@ VOCABULARY_ADVICE = 50_000  # from here an embedding is worth a unit of its own 
 def read_units(model: nn.Module) -> list[dict[str, Any]]:
     """Return one entry per FSDP unit that holds parameters, the root last.
 
-    FSDP2 has no public view of its groups, so this reads its state; tests/test_hook_wrap.py::
+    FSDP2 has no public view of its groups, so this reads its state; tests/hooks/test_wrap.py::
     test_report_reads_the_live_units fails where an upgrade moves it.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -171,45 +174,28 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     return lines + [f"dtypes of {count} unit(s): {kind}" for kind, count in kinds.items()]
 
 
-def report_wrap(
-    model: nn.Module, planned: list[Unit], asked: list[str], done: list[str], num_blocks: int, keys: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Read off the live model what the hooks did: (the report, lines for the screen).
+@dataclass(frozen=True)
+class WrapReport:
+    """What the hooks did: for wrap_report.json, and in lines for the screen."""
 
-    `asked` and `done` name the blocks that should recompute and those that do.
+    values: dict[str, Any]
+    lines: list[str]
+
+
+def report_wrap(model: nn.Module, plan: HookPlan, config: HookConfig, is_cpu: bool) -> WrapReport:
+    """Read off the live model what the hooks did, with what the YAML asks for without effect.
 
     Raises:
         ValueError: the live model is not what was planned.
     """
     live = read_units(model)
-    check_against_plan(live, planned, done, asked)
-    report = build_report(live, asked, num_blocks, keys)
-    warnings = [f"note: {warning}" for warning in warnings_for(report, model)]
-    return report, [*module_tree(model, live), *summary_lines(report), *warnings]
+    check_against_plan(live, plan.units, recomputed_blocks(model), plan.recomputed)
+    values = build_report(live, plan.recomputed, count_blocks(model), as_plain_dict(config))
+    found = [*warnings_for(values, model), *notes(config, is_cpu)]
+    return WrapReport(values, [*module_tree(model, live), *summary_lines(values), *(f"note: {text}" for text in found)])
 
 
-def print_and_save(
-    model: nn.Module,
-    units: list[Unit],
-    recomputes: tuple[list[str], list[str]],
-    num_blocks: int,
-    keys: dict[str, Any],
-    notes: list[str],
-    accelerator: Accelerator,
-    output_dir: str,
-) -> None:
-    """report_wrap with the notes on the YAML, printed and saved once. `recomputes`: planned and live block names.
-
-    Raises:
-        ValueError: the live model is not what was planned.
-    """
-    planned, live = recomputes
-    report, lines = report_wrap(model, units, planned, live, num_blocks, keys)
-    accelerator.print("\n".join([*lines, *(f"note: {note}" for note in notes)]))
-    accelerator.on_main_process(save_report)(report, output_dir)
-
-
-def save_report(report: dict[str, Any], output_dir: str) -> None:
+def save_report(report: WrapReport, output_dir: str) -> None:
     """Write wrap_report.json into the output folder."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    Path(output_dir, "wrap_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    Path(output_dir, "wrap_report.json").write_text(json.dumps(report.values, indent=1) + "\n", encoding="utf-8")

@@ -31,6 +31,14 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
+class Policies:
+    """FSDP2's dtypes: of the units, and of the one that holds norms in fp32."""
+
+    units: MixedPrecisionPolicy
+    norms: MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
 class Unit:
     """Modules gathered together. `kind` is block, embeddings, tail, norms, fp32, shared, size or user."""
 
@@ -204,30 +212,24 @@ def check_plan(model: nn.Module, units: list[Unit]) -> None:
         raise ValueError("The wrap plan cannot be carried out:\n- " + "\n- ".join(problems))
 
 
-def apply_units(
-    model: nn.Module,
-    units: list[Unit],
-    config: HookConfig,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    norm_policy: MixedPrecisionPolicy,
-) -> None:
+def apply_units(model: nn.Module, units: list[Unit], config: HookConfig, mesh: DeviceMesh, policies: Policies) -> None:
     """Shard the model in place: one `fully_shard` per unit, the root last, then the prefetch depth.
 
     Each rank keeps its slice of every parameter on its own device; a GPU holds one whole unit at most while sharding.
     """
     pin_memory = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if config.fsdp_offload_params else OffloadPolicy()
-    fp32_policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-    policies = {"norms": norm_policy, "fp32": fp32_policy}  # the latter hand on what their own code returns
+    # What a model keeps in fp32 hands on what its own code returns.
+    fp32 = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+    apart = {"norms": policies.norms, "fp32": fp32}
     for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.modules)):  # inner ones first
         modules = [model.get_submodule(name) for name in unit.modules]
         group = modules if len(modules) > 1 else modules[0]
-        unit_policy = policies.get(unit.kind, policy)
+        policy = apart.get(unit.kind, policies.units)
         reshard = unit.reshard_after_forward
-        fully_shard(group, mesh=mesh, mp_policy=unit_policy, offload_policy=offload, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    firsts = {unit.modules[0] for unit in units if unit.kind not in policies}
+        fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policies.units, offload_policy=offload)
+    firsts = {unit.modules[0] for unit in units if unit.kind not in apart}
     set_prefetch([module for name, module in model.named_modules() if name in firsts], config)
 
 

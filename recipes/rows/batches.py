@@ -3,22 +3,48 @@
 import math
 import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from training.losses import IGNORE_INDEX, num_label_tokens
 
+from .labels import IGNORE_INDEX
 from .packing import collate_packed, length_grouped_order
 
-ROWS_PER_GROUP = (
-    64  # rows of similar length that follow one another; a constant, so that any number of ranks can resume
-)
+ROWS_PER_GROUP = 64  # of similar length that follow one another; a constant, so that any number of ranks can resume
 
-# One optimizer step of a rank: micro-batches, the position after it, the numbers of each micro-batch's rows.
-Step = tuple[list[dict[str, torch.Tensor]], dict[str, int], list[list[Any]]]
+
+START = {"epoch": 0, "rows_seen": 0}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rows of each step a rank takes."""
+
+    micro_batch_size: int
+    accumulation: int  # micro-batches per optimizer step
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, arguments: Any, rank: int, world_size: int) -> "Share":
+        """A rank's share under the script's arguments."""
+        return cls(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, rank, world_size)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Of all ranks: the global batch."""
+        return self.micro_batch_size * self.accumulation * self.world_size
+
+
+class Step(NamedTuple):
+    """One optimizer step of a rank."""
+
+    micro_batches: list[dict[str, torch.Tensor]]
+    position: dict[str, int]  # after it: epoch, rows_seen
+    rows: list[list[Any]]  # numbers of each micro-batch's rows; of a packed row the list of its documents' numbers
 
 
 def collate(rows: Sequence[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -33,23 +59,20 @@ def collate(rows: Sequence[dict[str, list[int]]], pad_token_id: int) -> dict[str
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 
-def split_rows(
-    order: list[int], micro_batch_size: int, accumulation: int, rank: int, world_size: int
-) -> list[list[list[int]]]:
+def split_rows(order: list[int], share: Share) -> list[list[list[int]]]:
     """Return this rank's rows as steps of micro-batches, from one global order.
 
-    Each step takes the next micro_batch_size * accumulation * world_size rows, whatever the number of ranks. In the
-    last, shorter step every rank runs as many micro-batches as the others; one without rows is an empty list.
+    Each step takes the next `share.rows_per_step` rows, whatever the number of ranks. In the last, shorter step every
+    rank runs as many micro-batches as the others; one without rows is an empty list.
     """
-    rows_per_step = micro_batch_size * accumulation * world_size
+    size, rows_per_micro_step = share.micro_batch_size, share.micro_batch_size * share.world_size
     steps = []
-    for first in range(0, len(order), rows_per_step):
-        rows = order[first : first + rows_per_step]
-        rows_per_micro_step = micro_batch_size * world_size
+    for first in range(0, len(order), share.rows_per_step):
+        rows = order[first : first + share.rows_per_step]
         micro_batches = []
         for start in range(0, len(rows), rows_per_micro_step):
-            mine = start + rank * micro_batch_size
-            micro_batches.append(rows[mine : min(mine + micro_batch_size, start + rows_per_micro_step)])
+            mine = start + share.rank * size
+            micro_batches.append(rows[mine : min(mine + size, start + rows_per_micro_step)])
         steps.append(micro_batches)
     return steps
 
@@ -60,58 +83,49 @@ def shuffled_order(num_rows: int, seed: int, epoch: int) -> list[int]:
 
 
 def count_steps(
-    num_rows: int,
-    rows_per_step: int,
-    num_train_epochs: float,
-    max_steps: int,
-    step: int = 0,
-    *,
-    epoch: int = 0,
-    rows_seen: int = 0,
+    num_rows: int, share: Share, num_train_epochs: float, max_steps: int = -1, state: dict[str, int] | None = None
 ) -> int:
     """Optimizer steps of the run; the last step of an epoch may be shorter.
 
-    After `step` steps, perhaps of another size, what is left is counted from `rows_seen` of `epoch`.
+    After the `step`s of a state, perhaps of another size, what is left is counted from `rows_seen` of `epoch`.
     """
     if max_steps > 0:
         return max_steps
-    per_epoch = math.ceil(num_rows / rows_per_step)
-    behind = (epoch + 1) * per_epoch - math.ceil((num_rows - rows_seen) / rows_per_step)
-    return step + max(0, math.ceil(num_train_epochs * per_epoch) - behind)
+    done = {"step": 0, "epoch": 0, "rows_seen": 0, **(state or {})}
+    per_epoch = math.ceil(num_rows / share.rows_per_step)
+    behind = (done["epoch"] + 1) * per_epoch - math.ceil((num_rows - done["rows_seen"]) / share.rows_per_step)
+    return done["step"] + max(0, math.ceil(num_train_epochs * per_epoch) - behind)
 
 
 def training_steps(
     rows: Sequence[dict[str, list[int]]],
-    micro_batch_size: int,
-    accumulation: int,
-    rank: int,
-    world_size: int,
+    share: Share,
+    position: dict[str, int] = START,
     *,
     seed: int,
     pad_token_id: int,
     num_workers: int = 0,
     group_by_length: bool = False,
-    epoch: int = 0,
-    rows_seen: int = 0,
 ) -> Iterator[Step]:
-    """Yield (this rank's micro-batches of one optimizer step, the position after it, their row numbers), without end.
+    """Yield this rank's optimizer steps, without end.
 
-    Starts after `rows_seen` rows of `epoch`: the position continues the same global order on any number of ranks.
+    Starts after `rows_seen` rows of `epoch` (the position): it continues the same global order on any number of ranks.
     """
+    epoch, rows_seen = position["epoch"], position["rows_seen"]
     lengths = [len(row["input_ids"]) for row in rows] if group_by_length else []
     while True:
         order = shuffled_order(len(rows), seed, epoch)
         if group_by_length:
             order = length_grouped_order(lengths, ROWS_PER_GROUP, seed, epoch)
         order = order[rows_seen:]
-        steps = split_rows(order, micro_batch_size, accumulation, rank, world_size)
+        steps = split_rows(order, share)
         batches = iter(make_loader(rows, [batch for step in steps for batch in step], pad_token_id, num_workers))
         for step in steps:
-            rows_seen = min(rows_seen + micro_batch_size * accumulation * world_size, len(rows))
+            rows_seen = min(rows_seen + share.rows_per_step, len(rows))
             position = {"epoch": epoch, "rows_seen": rows_seen}
             if rows_seen == len(rows):
                 position = {"epoch": epoch + 1, "rows_seen": 0}
-            yield [next(batches) for _ in step], position, [row_numbers(rows, batch) for batch in step]
+            yield Step([next(batches) for _ in step], position, [row_numbers(rows, batch) for batch in step])
         epoch, rows_seen = epoch + 1, 0
 
 
@@ -119,28 +133,6 @@ def row_numbers(rows: Sequence[dict[str, list[int]]], batch: list[int]) -> list[
     """The numbers of a micro-batch's rows; of a packed row, the list of its documents' numbers."""
     is_packed = isinstance(rows, list) and rows and "documents" in rows[0]
     return [rows[index]["documents"] for index in batch] if is_packed else batch
-
-
-def fetch_ahead(steps: Iterator[Step], device: torch.device) -> Future:
-    """Read the next step and send it, now. The result is (micro-batches, position, row numbers, [label tokens, tokens]
-    of this rank), on the device, or raises what went wrong, which concerns that step and not the one that runs.
-
-    Nothing here waits for the device: all goes from pinned memory.
-    """
-
-    def send(values: torch.Tensor) -> torch.Tensor:
-        return (values if device.type == "cpu" else values.pin_memory()).to(device, non_blocking=True)
-
-    future: Future = Future()
-    try:
-        micro_batches, position, rows = next(steps)
-        labels = [batch["labels"] for batch in micro_batches]
-        counts = torch.tensor([sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))])
-        sent = [{name: send(values) for name, values in batch.items()} for batch in micro_batches]
-        future.set_result((sent, position, rows, send(counts)))
-    except (Exception, SystemExit) as error:
-        future.set_exception(error)
-    return future
 
 
 def collate_rows(
@@ -152,10 +144,13 @@ def collate_rows(
 
 
 def evaluation_batches(
-    rows: Sequence[dict[str, list[int]]], batch_size: int, rank: int, world_size: int, pad_token_id: int
-) -> DataLoader:
-    """This rank's share of the rows: over all ranks every row once, and the same number of batches on each."""
-    steps = split_rows(list(range(len(rows))), batch_size, 1, rank, world_size)
+    rows: Sequence[dict[str, list[int]]] | None, batch_size: int, share: Share, pad_token_id: int
+) -> DataLoader | list:
+    """This rank's share of the rows: over all ranks every row once, and the same number of batches on each; none
+    without rows."""
+    if rows is None:
+        return []
+    steps = split_rows(list(range(len(rows))), Share(batch_size, 1, share.rank, share.world_size))
     return make_loader(rows, [batch for step in steps for batch in step], pad_token_id)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 from tokenizers.processors import PostProcessor
-from training.losses import IGNORE_INDEX
 from transformers import PreTrainedTokenizerBase
 
 from .chat import Example, Spans, end_tokens, render, special_tokens, template_text
+
+IGNORE_INDEX = -100  # what torch's cross-entropy leaves out
 
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, and the characters where each begins and ends
 Part = tuple[list[int], list[int], str]  # input ids, labels, what happened to them

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from training.losses import IGNORE_INDEX
+
+from .labels import IGNORE_INDEX
 
 MEGA_BATCH_GROUPS = 50  # groups sorted together, as in transformers: more is less padding and less random
 ROWS_TOGETHER, LENGTH_NOISE = 8, 0.5  # rows sorted by length within a group, and by how much of it they change places

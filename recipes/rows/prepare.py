@@ -1,5 +1,6 @@
 """From the data arguments to token rows: load the sources, tokenise the splits, pick the questions to answer."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -9,8 +10,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from .batches import Share, Step, training_steps
+from .formats import FORMATS, as_columns, row_of
+from .packing import pack_rows
 from .sources import load_rows, open_stream, source_notes
-from .tokenizing import FORMATS, MAX_LOST, as_columns, prompts_and_answers, row_of, tokenize_rows, tokenize_window
+from .streaming import Stream, stream_steps
+from .tokenizing import MAX_LOST, Questions, prompts_and_answers, tokenize_rows, tokenize_window
 
 FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the format and what is learnt
 
@@ -19,13 +24,26 @@ FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the for
 class Data:
     """What a run trains and evaluates on; the lines say what became of the rows."""
 
-    train: Dataset
+    train: Sequence[dict[str, Any]]  # a Dataset, or packed rows
     test: Dataset | None
     lines: list[str]
-    prompts: list[str]
-    answers: list[str]
-    prompts_hold_begin: bool
-    stream: tuple[Any, ...] | None = None  # what streaming.Stream takes
+    questions: Questions
+    stream: Stream | None = None  # then `train` holds its first rows
+
+    def pack(self, max_length: int) -> None:
+        """Put several documents into rows of this length; 0: leave them apart."""
+        if not max_length:
+            return
+        self.train, line = pack_rows(self.train.to_list(), max_length)
+        self.lines.append(line)
+
+    def steps(self, arguments: Any, share: Share, position: dict[str, int], pad_token_id: int) -> Iterator[Step]:
+        """This rank's optimizer steps from a position on, without end."""
+        order = {"seed": arguments.seed, "pad_token_id": pad_token_id}
+        if self.stream is not None:
+            return stream_steps(self.stream, share, position, **order)
+        workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
+        return training_steps(self.train, share, position, num_workers=workers, group_by_length=is_grouped, **order)
 
 
 def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -67,7 +85,7 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
         test, test_line = tokenize_rows(test_set, tokenizer, which="test", **options)
     elif arguments.load_best_model_at_end:
         raise ValueError("--load_best_model_at_end needs a test split (or --validation_split_percentage).")
-    questions = [], [], False
+    questions = Questions([], [], False)
     if arguments.predict_with_generate:
         questions = prompts_and_answers(test_set, tokenizer, columns, arguments.skip_bad_rows)
     stream = None
@@ -76,7 +94,7 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
         modes = options["max_length"], options["truncation_mode"]
         learns = [options[name] for name in ("assistant_only_loss", "completion_only_loss", "mask_history")]
         settings = {"tokenizer": tokenizer, "columns": columns, "options": (*modes, *learns)}
-        stream = (
+        stream = Stream(
             partial(open_stream, names, splits[0], splits[0]),
             partial(tokenize_window, **settings, skip_bad_rows=arguments.skip_bad_rows),
             arguments.max_length if arguments.packing else 0,
@@ -85,7 +103,7 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
     lines = [train_line, test_line, *source_notes(names, *splits)]
     if missing:
         lines.append(f"note: none of the first {len(train_set):,} rows has the column {missing} of --dataset_columns")
-    return Data(train, test, lines, *questions, stream)
+    return Data(train, test, lines, questions, stream)
 
 
 def missing_columns(rows: Dataset, columns: dict[str, str]) -> str:

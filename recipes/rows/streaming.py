@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from .batches import Step, collate_rows, split_rows
+from .batches import START, Share, Step, collate_rows, split_rows
 from .packing import pack_rows
 
 WINDOW = 2000  # records read, tokenised and shuffled at a time
@@ -36,37 +36,28 @@ class Stream:
 
 
 def stream_steps(
-    stream: Stream,
-    micro_batch_size: int,
-    accumulation: int,
-    rank: int,
-    world_size: int,
-    *,
-    seed: int,
-    pad_token_id: int,
-    epoch: int = 0,
-    rows_seen: int = 0,
+    stream: Stream, share: Share, position: dict[str, int] = START, *, seed: int, pad_token_id: int
 ) -> Iterator[Step]:
-    """Yield (this rank's micro-batches of one optimizer step, the position after it, their row numbers), without end.
+    """Yield this rank's optimizer steps, without end, from a position on.
 
     Rows are numbered in the order in which an epoch brings them. A bad row in the middle of a run ends every rank with
     one message: all of them read it.
     """
-    rows_per_step = micro_batch_size * accumulation * world_size
+    epoch, rows_seen = position["epoch"], position["rows_seen"]
     first_epoch = epoch
     while True:
-        rows = window_rows(stream, seed, epoch, rank, is_reported=rank == 0 and epoch == first_epoch)
+        rows = window_rows(stream, seed, epoch, share.rank, is_reported=share.rank == 0 and epoch == first_epoch)
         rows = itertools.islice(rows, rows_seen, None)
-        step = list(itertools.islice(rows, rows_per_step))
+        step = list(itertools.islice(rows, share.rows_per_step))
         if not step and not rows_seen:
             raise ValueError("the stream holds no row that can be learnt")
         while step:
-            following = list(itertools.islice(rows, rows_per_step))
+            following = list(itertools.islice(rows, share.rows_per_step))
             first, rows_seen = rows_seen, rows_seen + len(step)
             position = {"epoch": epoch, "rows_seen": rows_seen} if following else {"epoch": epoch + 1, "rows_seen": 0}
-            (mine,) = split_rows(list(range(len(step))), micro_batch_size, accumulation, rank, world_size)
+            (mine,) = split_rows(list(range(len(step))), share)
             numbers = [[first + index for index in batch] for batch in mine]
-            yield [collate_rows(step, batch, pad_token_id) for batch in mine], position, numbers
+            yield Step([collate_rows(step, batch, pad_token_id) for batch in mine], position, numbers)
             step = following
         epoch, rows_seen = epoch + 1, 0
 

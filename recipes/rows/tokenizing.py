@@ -6,6 +6,7 @@ otherwise: assistant turns of a chat, the completion of a pair, everything of a 
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -218,10 +219,19 @@ def read_record(
     return where, row_format, example
 
 
+@dataclass
+class Questions:
+    """Held-out prompts to answer and compare; `is_rendered`: the prompts hold their begin token already."""
+
+    prompts: list[str]
+    answers: list[str]
+    is_rendered: bool
+
+
 def prompts_and_answers(
     rows: Dataset | None, tokenizer: PreTrainedTokenizerBase, columns: dict[str, str], skip_bad_rows: bool
-) -> tuple[list[str], list[str], bool]:
-    """Return (prompt texts, expected answers, whether the prompts already hold their begin token).
+) -> Questions:
+    """The prompts of held-out rows, with the answers that are expected.
 
     Raises:
         ValueError: a row without an answer to compare with (plain text, or a chat that does not end in one).
@@ -241,7 +251,7 @@ def prompts_and_answers(
         is_rendered = bool(example.messages)
         prompts.append(render_prompt(example, tokenizer) if is_rendered else example.prompt)
         answers.append(last["content"])
-    return prompts, answers, is_rendered
+    return Questions(prompts, answers, is_rendered)
 
 
 def preview(rows: Dataset, tokenizer: PreTrainedTokenizerBase, count: int) -> str:

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from utils import EMULATED, cost_beside_fp32
+from hooks.dtypes import EMULATED, cost_beside_fp32
 
 
 def launch_flags() -> list[str]:

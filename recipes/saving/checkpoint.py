@@ -18,62 +18,59 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
-from torch import nn
-from torch.profiler import record_function
 
 from .folder import FORMAT, MANIFEST, best_checkpoint, complete_checkpoints, sha256
-from .state import random_state, training_tensors
+from .state import LiveState, random_state, training_tensors
 
-START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
 FILE_BYTES = 2**30  # a rank's file is made in host memory before it is written
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
+
+
+class SaveOptions(Protocol):
+    """What a writer reads of the script's arguments."""
+
+    output_dir: str
+    save_total_limit: int | None
+    load_best_model_at_end: bool
+    async_save: bool
+    on_save_error: str
 
 
 class CheckpointWriter:
     """Saves the training state of a run to output_dir/checkpoint-STEP. Every rank makes one, and calls it alike.
 
-    `run` goes into the manifest: what resume.py compares. With `--async_save` the state is copied to host memory and
+    `facts` go into the manifest: what resume.py compares. With `--async_save` the state is copied to host memory and
     written by a thread while training goes on, one at a time.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
-        arguments: Any,
-        run: dict[str, Any],
-    ) -> None:
-        self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
-        self.folder, self.run = Path(arguments.output_dir), run
-        self.limit, self.keeps_best = arguments.save_total_limit, arguments.load_best_model_at_end
-        self.is_async, self.on_error = arguments.async_save, arguments.on_save_error
+    def __init__(self, live: LiveState, options: SaveOptions, facts: dict[str, Any]) -> None:
+        self.live, self.facts = live, facts
+        self.folder = Path(options.output_dir)
+        self.limit, self.keeps_best = options.save_total_limit, options.load_best_model_at_end
+        self.is_async, self.on_error = options.async_save, options.on_save_error
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
         self.thread, self.outcome = None, ""
         self.agree(self.prune)  # what a kill left behind
 
-    @record_function("recipe: save")
-    def save(self, state: dict[str, Any]) -> str:
-        """Write a checkpoint, or start to; returns a line that says so.
+    def save(self) -> str:
+        """Write a checkpoint of what is live now, or start to; returns a line that says so.
 
         A kill at any moment leaves the checkpoints that were complete before, and this one only if it is whole. A
         failure on any rank (a full disk) ends all, or with `on_save_error continue` is the line returned.
         """
-        line = self.wait()
+        line, live, state = self.wait(), self.live, self.live.state
         self.outcome = f"checkpoint-{state['step']} could not be saved: a rank is gone"  # until it is known
-        tensors = training_tensors(self.model, self.optimizer, copies=self.is_async)
-        manifest = {"format": FORMAT, **state, **self.run, "schedule_steps": self.scheduler.last_epoch}
+        tensors = training_tensors(live.model, live.optimizer, copies=self.is_async)
+        manifest = {"format": FORMAT, **state, **self.facts, "schedule_steps": live.scheduler.last_epoch}
         manifest |= {"world_size": dist.get_world_size(), "versions": {name: version(name) for name in LIBRARIES}}
-        if self.accelerator.scaler is not None:
-            manifest["scaler"] = self.accelerator.scaler.state_dict()
-        work = partial(self.write, tensors, random_state(self.accelerator.device), manifest)
+        if live.accelerator.scaler is not None:
+            manifest["scaler"] = live.accelerator.scaler.state_dict()
+        work = partial(self.write, tensors, random_state(live.accelerator.device), manifest)
         if not self.is_async:
             work()
             return self.finish()
@@ -105,7 +102,7 @@ class CheckpointWriter:
         final = self.folder / f"checkpoint-{manifest['step']}"
         temporary, rank = final.with_name(final.name + ".incomplete"), dist.get_rank()
         random_file = temporary / "random_state" / f"rank-{rank:05}.safetensors"
-        phases: list[Callable[[], Any]] = [partial(make_folder, temporary, list(tensors)) if rank == 0 else list]
+        phases: list[Callable[[], Any]] = [partial(make_folder, temporary, list(tensors)) if rank == 0 else nothing]
         phases += [partial(self.write_tensors, held, temporary / name) for name, held in tensors.items()]
         phases += [partial(write_synced, random_file, random_states), partial(self.describe_files, temporary)]
         for phase in phases:
@@ -115,9 +112,10 @@ class CheckpointWriter:
         if not failure:
             manifest["files"] = {name: facts for files in results for name, facts in files.items()}
             complete = partial(complete_checkpoint, temporary, final, manifest)
-            failure, _ = self.agree(complete if rank == 0 else list)
+            failure, _ = self.agree(complete if rank == 0 else nothing)
         if failure:
-            shutil.rmtree(temporary, ignore_errors=True) if rank == 0 else None
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             self.outcome = f"checkpoint-{manifest['step']} could not be saved: {failure}"
             return
         size = sum(facts["size"] for facts in manifest["files"].values())
@@ -169,9 +167,14 @@ class CheckpointWriter:
         }
 
 
+def nothing() -> None:
+    """What other ranks do in a phase of rank 0."""
+
+
 def make_folder(temporary: Path, parts: list[str]) -> None:
     """An empty folder to write into. The run's folder itself is not made: if it vanished, its disk did."""
-    discard(temporary) if temporary.exists() else None
+    if temporary.exists():
+        discard(temporary)
     temporary.mkdir()
     for part in (*parts, "random_state"):
         (temporary / part).mkdir()

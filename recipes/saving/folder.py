@@ -3,13 +3,14 @@
 import hashlib
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from filelock import FileLock, Timeout
-from training.launch import stop_together
 
+START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
 MANIFEST, LOCK = "manifest.json", ".lock"
 FORMAT = 1  # of a checkpoint's folder and manifest
 MANIFEST_TYPES = {"step": int, "epoch": int, "rows_seen": int, "tokens_seen": int, "schedule_steps": int}
@@ -17,27 +18,63 @@ MANIFEST_TYPES |= {"rows_per_step": int, "world_size": int, "arguments": dict, "
 MANIFEST_TYPES |= {"data": str, "model": str, "files": dict, "versions": dict}
 
 
-def hold_folder(folder: str) -> FileLock | None:
-    """Make a run's folder and hold it until this process ends, on rank 0; every rank must call it.
+@dataclass
+class RunFolder:
+    """A run's folder, held by this run while the object lives, and the checkpoint that it goes on from, if any."""
 
-    Ranks whose launcher was killed train on: a second run would remove what they write. Ends the run where another one
-    holds the folder, or where a rank sees another disk than rank 0.
+    checkpoint: Path | None
+    manifest: dict[str, Any]  # of the checkpoint
+    lock: FileLock | None  # rank 0's
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Where the run stands: at its start, or where the checkpoint was written."""
+        return {name: self.manifest.get(name, value) for name, value in START.items()}
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Of the rows."""
+        return {name: self.state[name] for name in ("epoch", "rows_seen")}
+
+
+def open_run(output_dir: str, resume_from: str | None, check_hashes: bool = False) -> RunFolder:
+    """Make a run's folder, hold it until this process ends, and find where the run goes on. Every rank must call it.
+
+    Ranks whose launcher was killed train on: a second run would remove what they write.
+
+    Raises:
+        ValueError: another run holds the folder, a rank sees another disk than rank 0, or find_checkpoint's and
+            check_files' reasons.
     """
-    lock, path = None, Path(folder, LOCK)
-    with stop_together():
-        if dist.get_rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path)
-            try:
-                lock.acquire(blocking=False)
-            except Timeout:
-                raise ValueError(
-                    f"--output_dir {folder}: another run is still writing to it. End its processes (they outlive a "
-                    f"launcher that was killed); if there are none, on any machine, remove {path}."
-                ) from None
-    with stop_together():
-        if not path.exists():  # each machine would hold a part of a checkpoint
-            raise ValueError(f"--output_dir {folder} is not on a disk that all ranks share.")
+    lock, told = None, [(None, "")]
+    if dist.get_rank() == 0:  # what ranks read from a disk must not differ
+        try:
+            lock = hold_folder(output_dir)
+            told = [(find_checkpoint(resume_from, output_dir), "")]
+        except (ValueError, OSError) as error:
+            told = [(None, str(error))]
+    dist.broadcast_object_list(told)
+    checkpoint, failure = told[0]
+    if failure:
+        raise ValueError(failure)
+    if not Path(output_dir, LOCK).exists():  # each machine would hold a part of a checkpoint
+        raise ValueError(f"--output_dir {output_dir} is not on a disk that all ranks share.")
+    manifest = checked_manifest(checkpoint, check_hashes, dist.get_rank(), dist.get_world_size())
+    return RunFolder(checkpoint, manifest, lock)
+
+
+def hold_folder(folder: str) -> FileLock:
+    """Make a folder and lock it. Raises ValueError where another run holds it."""
+    path = Path(folder, LOCK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"--output_dir {folder}: another run is still writing to it. End its processes (they outlive a launcher "
+            f"that was killed); if there are none, on any machine, remove {path}."
+        ) from None
     return lock
 
 

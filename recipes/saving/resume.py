@@ -3,18 +3,18 @@
 import hashlib
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
-from .folder import read_manifest
-from .state import frozen_checksum, set_random_state, take_quantized, training_tensors
+from .folder import RunFolder, read_manifest
+from .state import LiveState, frozen_checksum, set_random_state, take_quantized, training_tensors
 
 # Arguments that say which rows come when, or what the saved tensors mean: another value would make the run wrong.
 FIXED = ("seed", "group_by_length", "streaming", "use_peft")
@@ -23,7 +23,7 @@ UNIMPORTANT = (
     *("config", "accelerate_config", "output_dir", "resume_from_checkpoint", "check_hashes", "preview"),
     *("save_steps", "save_total_limit", "on_save_error", "async_save", "load_best_model_at_end"),
     *("report_to", "logging_steps", "eval_steps", "dataset_num_proc", "dataloader_num_workers"),
-    *("on_non_finite", "replay_batch", "profile", "profile_compare", "hang_timeout", "dry_run"),
+    *("on_non_finite", "profile", "hang_timeout"),
 )
 
 
@@ -31,14 +31,15 @@ NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache", "a
 
 
 def run_facts(
-    arguments: Any, keys: dict[str, Any], rows_hash: str, rows_per_step: int, model: nn.Module
+    arguments: dict[str, Any], keys: dict[str, Any], rows_hash: str, rows_per_step: int, model: nn.Module
 ) -> dict[str, Any]:
-    """What a run is, as JSON holds it: kept in each checkpoint, compared by compare_runs. A collective."""
+    """What a run is, as JSON holds it: kept in each checkpoint, compared by compare_runs. `keys`: hooks.config's
+    as_plain_dict. A collective."""
     config = model.config.to_dict()
     config = {name: value for name, value in config.items() if name not in NOT_THE_MODEL and not name.startswith("_")}
     yaml_keys = {name: entry["value"] for name, entry in keys.items()}
-    packed = f" packed to {arguments.max_length}" if arguments.packing else ""
-    facts = {"arguments": vars(arguments), "yaml": yaml_keys, "data": rows_hash + packed}
+    packed = f" packed to {arguments['max_length']}" if arguments["packing"] else ""
+    facts = {"arguments": arguments, "yaml": yaml_keys, "data": rows_hash + packed}
     facts |= {"model": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()}
     facts |= {"rows_per_step": rows_per_step}
     return json.loads(json.dumps({**facts, "frozen": frozen_checksum(model)}))
@@ -90,21 +91,39 @@ def in_any_order(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def resume(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    checkpoint: Path,
-) -> list[str]:
-    """Load a checkpoint into the sharded model and its optimizer, on any number of ranks and under any wrapping.
+def resume(live: LiveState, run: RunFolder, facts: dict[str, Any]) -> list[str]:
+    """Load the checkpoint of a run's folder into the sharded model and its optimizer, on any number of ranks and under
+    any wrapping; nothing where there is none.
 
-    The schedule is moved to its step and follows the arguments of now. Returns what could not be restored. A
-    collective.
+    The schedule is moved to its step and follows the arguments of now. Returns a line on it, what is not as it was, and
+    what could not be restored. A collective.
 
     Raises:
-        ValueError: the checkpoint holds other tensors than the model.
+        ValueError: on every rank; this is not the run of the checkpoint, or it holds other tensors than the model.
     """
+    if run.checkpoint is None:
+        return []
+    changes = agreed(lambda: compare_runs(run.manifest, facts))
+    notes = load_checkpoint(live, run.checkpoint)
+    return [f"resumed from {run.checkpoint}: step {run.state['step']}", *changes, *notes]
+
+
+def agreed(function: Callable[[], list[str]]) -> list[str]:
+    """What a function returns, unless it raises ValueError on a rank: then all raise, before the next collective."""
+    result, failure, failures = [], "", [None] * dist.get_world_size()
+    try:
+        result = function()
+    except ValueError as error:
+        failure = str(error)
+    dist.all_gather_object(failures, failure)
+    if any(failures):
+        raise ValueError(failure or next(text for text in failures if text))
+    return result
+
+
+def load_checkpoint(live: LiveState, checkpoint: Path) -> list[str]:
+    """Everything that a checkpoint holds, into what is live; returns what could not be restored. A collective."""
+    accelerator, model, optimizer, scheduler = live.accelerator, live.model, live.optimizer, live.scheduler
     saved = read_manifest(checkpoint)
     if accelerator.scaler is not None:  # loading steps the optimizer once, and the scaler is made at its first use
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
@@ -134,11 +153,11 @@ def resume(
     return notes
 
 
-def load_best(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path | None) -> str:
+def load_best(live: LiveState, checkpoint: Path | None) -> str:
     """Load the weights of a checkpoint alone, and say so; "" where there is none. A collective."""
     if checkpoint is None:
         return ""
-    load_tensors(training_tensors(model, optimizer)["model"], checkpoint / "model")
+    load_tensors(training_tensors(live.model, live.optimizer)["model"], checkpoint / "model")
     return f"lowest eval_loss: {checkpoint}, loaded"
 
 

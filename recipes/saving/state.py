@@ -3,17 +3,32 @@
 import hashlib
 import json
 import random
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+
+
+@dataclass
+class LiveState:
+    """What a checkpoint is of. `state`: step, epoch, rows_seen, tokens_seen and what else its manifest says of now."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer  # Accelerate's, around the one that holds the state
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    state: dict[str, Any]
+
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
@@ -25,6 +40,7 @@ def training_tensors(
 
     Of a model with adapters only what is trained. A tied weight appears once.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of Accelerate's
     options = StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), flatten_optimizer_state_dict=True)
     weights = get_model_state_dict(model, options=options)
     once = {plain_name(name) for name, _ in model.named_parameters()}
@@ -66,6 +82,7 @@ def in_full(value: torch.Tensor) -> torch.Tensor:
 def take_quantized(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: dict[str, torch.Tensor]) -> None:
     """Write the copies that in_full made, once they are loaded, back into the 8-bit state: the same bits as saved."""
     options = StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), flatten_optimizer_state_dict=True)
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     for name, value in get_optimizer_state_dict(model, optimizer, options=options).items():
         if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
             value.to_local().copy_(loaded[name].to_local())

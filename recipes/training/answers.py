@@ -1,13 +1,60 @@
 """Greedy answers to held-out prompts, and how many match the expected answer exactly."""
 
+from typing import Protocol
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from hooks.wrap import reshard_all
-from rows.batches import split_rows
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedTokenizerBase
+
+from .arguments import FinetuneArguments
+from .progress import Progress
+
+
+class Questions(Protocol):
+    """Held-out prompts with the answers that are expected; `is_rendered`: prompts hold their begin token already."""
+
+    prompts: list[str]
+    answers: list[str]
+    is_rendered: bool
+
+
+class Answers:
+    """Greedy answers to held-out prompts, before and after training; `questions` are rows.tokenizing's."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        questions: Questions,
+        arguments: FinetuneArguments,
+    ) -> None:
+        self.accelerator, self.model, self.tokenizer = accelerator, model, tokenizer
+        self.questions, self.arguments = questions, arguments
+        self.before: list[str] = []  # none in a resumed run
+
+    def give(self, progress: Progress) -> list[str]:
+        """The answers of now, in order, on every rank."""
+        with progress.mark("answers"):
+            return greedy_answers(
+                self.accelerator,
+                self.model,
+                self.tokenizer,
+                self.questions.prompts,
+                is_rendered=self.questions.is_rendered,
+                batch_size=self.arguments.per_device_eval_batch_size,
+                max_new_tokens=self.arguments.max_new_tokens,
+            )
+
+    def compare(self, progress: Progress) -> tuple[dict[str, float], str]:
+        """Answer once more: (the scores, a few prompts with their answers for a person to read); nothing where no
+        question was asked."""
+        prompts, expected = self.questions.prompts, self.questions.answers
+        return compare_answers(prompts, expected, self.before, self.give(progress)) if prompts else ({}, "")
 
 
 @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled once more for every length
@@ -26,6 +73,8 @@ def greedy_answers(
 
     Ranks take different prompts and stop at different lengths: `synced_gpus` keeps them in step until the last is done.
     """
+    if not prompts:
+        return []
     register_fsdp_forward_method(model, "generate")  # else the root unit's parameters stay sharded
     was_training = model.training
     ends = {tokenizer.eos_token_id, *as_list(model.generation_config.eos_token_id)} - {None}
@@ -33,7 +82,8 @@ def greedy_answers(
     answers: list[tuple[int, str]] = []
     rank, world_size = accelerator.process_index, accelerator.num_processes
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # little padding in a batch
-    for (mine,) in split_rows(by_length, batch_size, 1, rank, world_size):
+    for first in range(0, len(by_length), batch_size * world_size):
+        mine = by_length[first : first + batch_size * world_size][rank * batch_size :][:batch_size]
         encoded = tokenizer(
             [prompts[index] for index in mine or [0]],
             add_special_tokens=not is_rendered,

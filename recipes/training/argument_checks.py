@@ -32,7 +32,6 @@ def check_arguments(arguments: Any) -> list[str]:
         "dataloader_num_workers": 0,
         "hang_timeout": 0,
         "profile": 0,
-        "profile_compare": 0,
     }
     for name, least in at_least.items():
         value = getattr(arguments, name)
@@ -53,8 +52,6 @@ def check_arguments(arguments: Any) -> list[str]:
         problems.append(f"--on_save_error: found {arguments.on_save_error}, allowed: stop, continue")
     if arguments.on_non_finite not in ("stop", "skip"):
         problems.append(f"--on_non_finite: found {arguments.on_non_finite}, allowed: stop, skip")
-    if arguments.replay_batch and not Path(arguments.replay_batch).exists():
-        problems.append(f"--replay_batch {arguments.replay_batch}: no such folder or file")
     save_steps, eval_steps = arguments.save_steps, arguments.eval_steps
     if arguments.load_best_model_at_end and (not save_steps or not eval_steps or save_steps % eval_steps):
         problems.append(

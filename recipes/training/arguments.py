@@ -17,6 +17,11 @@ from .argument_checks import check_arguments
 SCHEDULES = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
+NOW_A_COMMAND = {  # what were flags of the scripts, for one release
+    "dry_run": "plan.py with the same arguments",
+    "profile_compare": "compare.py --steps N SCRIPT, then the same arguments",
+    "replay_batch": "replay.py OUTPUT_DIR/non_finite",
+}
 IN_THE_YAML = {  # arguments of TrainingArguments whose place here is the Accelerate YAML
     "bf16": "mixed_precision: bf16",
     "fp16": "mixed_precision: fp16",
@@ -97,14 +102,10 @@ class FinetuneArguments:
     on_non_finite: str = field(
         default="stop", metadata={"help": "stop, or skip a step whose loss or gradient is not finite, on all ranks."}
     )
-    replay_batch: str | None = field(
-        default=None, metadata={"help": "Run a saved step again (OUTPUT_DIR/non_finite), say where it fails, and exit."}
-    )
     seed: int = 42
     hang_timeout: float = field(
         default=500.0, metadata={"help": "Seconds after which ranks that wait for one another end the run (0: never)."}
     )
-    dry_run: bool = field(default=False, metadata={"help": "Print the run's memory and communication, and exit."})
     # evaluation and what is written
     eval_steps: int = field(default=0, metadata={"help": "Evaluate every so many steps (0: before and after only)."})
     predict_with_generate: bool = field(
@@ -113,9 +114,6 @@ class FinetuneArguments:
     max_new_tokens: int = field(default=64, metadata={"help": "Longest answer under predict_with_generate."})
     logging_steps: int = 10
     profile: int = field(default=0, metadata={"help": "Record so many steps: where their time goes, what to try."})
-    profile_compare: int = field(
-        default=0, metadata={"help": "Run so many steps as asked, without recompute and in coarser units, and exit."}
-    )
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata={"help": "Trackers, or none."})
     save_steps: int = field(default=0, metadata={"help": "Checkpoint every so many steps (0: none)."})
     save_total_limit: int | None = field(default=None, metadata={"help": "Checkpoints to keep."})
@@ -221,6 +219,8 @@ def closest(word: str, prefix: str = "") -> str:
     others = [script for script, kind in KINDS.items() if name in {argument.name for argument in fields(kind)}]
     if others:
         return f"{word} (an argument of {others[0]})"
+    if name in NOW_A_COMMAND:
+        return f"{word} (now a command of its own: python recipes/{NOW_A_COMMAND[name]})"
     if name in IN_THE_YAML:
         return f"{word} (set {IN_THE_YAML[name]} in the Accelerate YAML)"
     close = difflib.get_close_matches(name, [argument.name for argument in fields(FinetuneArguments)], n=1)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from hooks.wrap import reshard_all
 from torch import nn
-from torch.profiler import record_function
 from tqdm import tqdm
 
 from .losses import num_label_tokens
@@ -19,7 +18,6 @@ SHOWN = 5  # batches whose loss is not finite, and rows of each
 
 @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled once more, for shapes seen once
 @torch.no_grad()
-@record_function("recipe: evaluate")
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from hooks.structure import find_blocks
-from tools.proof.architecture import flash_isolation
 from torch import nn
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_flash_attn_2_available, is_liger_kernel_available
+
+from .on_demand import tool
 
 NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # the loss is ours: exact per label token
 
@@ -34,8 +35,9 @@ def use_kernels(model: nn.Module, arguments: Any, compute_dtype: str) -> list[st
     lines = []
     fits = arguments.packing and arguments.per_device_train_batch_size == 1 and compute_dtype in ("bf16", "fp16")
     if fits and arguments.attn_implementation is None and is_flash_attn_2_available():
+        architecture = tool("proof.architecture", "flash attention chosen by itself", lines.append)
         with contextlib.suppress(Exception):  # a family without it, or of which no tiny model can be built
-            if flash_isolation(model.config) == "isolated":
+            if architecture is not None and architecture.flash_isolation(model.config) == "isolated":
                 model.set_attn_implementation("flash_attention_2")
         if model.config._attn_implementation == "flash_attention_2":
             lines.append("attention of packed rows: flash_attention_2")

@@ -23,11 +23,12 @@ from datasets.utils import disable_progress_bars
 from datasets.utils import logging as datasets_logging
 from filelock import FileLock
 from hooks.config import HookConfig, as_plain_dict
+from hooks.dtypes import check_device_dtype
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
-from utils import check_device_dtype
 
+from .arguments import FinetuneArguments
 from .last_words import tell_launcher, tell_of_crashes
 
 PATIENCE_S = 30.0  # for the other ranks, before a failed one speaks alone
@@ -172,12 +173,13 @@ def check_processes(config: HookConfig) -> None:
         )
 
 
-def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: Any) -> Accelerator:
+def make_accelerator(config: HookConfig, arguments: FinetuneArguments | None = None) -> Accelerator:
     """Make the Accelerator: FSDP2 over NCCL on GPUs, and over gloo on a machine without (where Accelerate alone would
     silently run every process by itself).
 
     The plugin's own wrap and recompute are switched off; our hooks do both jobs before `prepare`. The accelerator's
-    accumulation stays at 1: the scripts own the window and divide by label tokens themselves.
+    accumulation stays at 1: the scripts own the window and divide by label tokens themselves. Of the arguments it
+    reads the loss scale, the trackers and the output folder.
 
     Raises:
         ValueError: unsupported dtype on this device, processes that do not match, ranks that hold different keys.
@@ -190,7 +192,8 @@ def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: An
         False,
         False,
     )
-    scaler = GradScalerKwargs(init_scale=fp16_initial_scale)
+    arguments = FinetuneArguments(report_to=["none"]) if arguments is None else arguments
+    trackers = [name for name in arguments.report_to if name != "none"] or None
     check_same_keys(config)  # before anything that could fail on some ranks only
     is_cpu = device_count() == 0
     accelerator = Accelerator(
@@ -199,8 +202,9 @@ def make_accelerator(config: HookConfig, fp16_initial_scale: float, **kwargs: An
         fsdp_plugin=plugin,
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
-        kwargs_handlers=[scaler],
-        **kwargs,
+        kwargs_handlers=[GradScalerKwargs(init_scale=arguments.fp16_initial_scale)],
+        log_with=trackers,
+        project_dir=arguments.output_dir,
     )
     if not accelerator.is_main_process:  # the libraries' messages, once
         transformers_logging.set_verbosity_error()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = -100  # what torch's cross-entropy leaves out, and rows/labels.py writes
 
 
 def num_label_tokens(labels: torch.Tensor) -> int:

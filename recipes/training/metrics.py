@@ -37,17 +37,19 @@ class StepMeter:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Time a block that reads rows, and mark it for a profile."""
+        """Time a block that reads rows."""
         started = time.perf_counter()
-        with record_function("recipe: data"):
-            yield
+        yield
         self.data_s += time.perf_counter() - started
 
-    def add_step(self, loss_sum: float, tokens: int, label_tokens: int) -> None:
-        """Add one optimizer step: sums over all ranks; one that was skipped has neither a loss nor label tokens."""
+    def add_step(self, tokens: int) -> None:
+        """Add one optimizer step, in which all ranks ran so many tokens."""
         self.steps += 1
-        self.loss_sum += loss_sum
         self.tokens += tokens
+
+    def add_loss(self, loss_sum: float, label_tokens: int) -> None:
+        """Add the loss of a step that was taken: sums over all ranks."""
+        self.loss_sum += loss_sum
         self.label_tokens += label_tokens
 
     def read(self, world_size: int) -> dict[str, float]:
@@ -144,8 +146,15 @@ class MetricsLog:
         except OSError as error:
             self.say(f"step {step}: metrics could not be written: {error}")
 
+    def write_step(self, step: int, values: dict[str, Any]) -> None:
+        """The log line of a window of steps, and its values."""
+        self.say(format_line(step, self.total_steps, values))
+        self.write(step, values)
+
     def write_answers(self, step: int, scores: dict[str, float], text: str) -> None:
         """Write what compare_answers returned: the scores to metrics.jsonl, the text to the screen and the report."""
+        if not scores:
+            return
         self.write(step, scores)
         self.say(text)
         if self.record is not None:

@@ -8,6 +8,7 @@ rank at a time, so that a machine holds one such copy.
 
 import os
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .arguments import FinetuneArguments
+from .on_demand import tool
 
 
 def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
@@ -64,7 +66,13 @@ def load_model(arguments: FinetuneArguments) -> nn.Module:
         bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise ValueError(f"--model_name_or_path {name}: {len(bad)} weights are missing or misshapen, such as {bad[0]}.")
     set_use_cache(model, False)  # a recomputed block would fill the cache a second time
+    model.config.dtype = saved_dtype(model)  # what to export in, unless another is named
     return model.train()
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype of --dtype, None for auto."""
+    return None if name == "auto" else getattr(torch, name)
 
 
 def check_not_quantized(config: PreTrainedConfig) -> None:
@@ -105,6 +113,15 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
     if os.path.isdir(arguments.model_name_or_path):  # the adapter must find its base from anywhere
         adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(arguments.model_name_or_path)
     return adapted
+
+
+def check_architecture(model: nn.Module, packing: bool, say: Callable[[str], object]) -> None:
+    """Raise ValueError where positions see later ones or, under --packing, documents see each other: measured by a tool
+    on a tiny model of this architecture."""
+    goes_without = "check that positions see no later ones" + (", and documents not each other" if packing else "")
+    architecture = tool("proof.architecture", goes_without, say)
+    if architecture is not None:
+        architecture.check_architecture(model.config, packing)
 
 
 def check_rows(model: nn.Module, *data_sets: Dataset | None) -> None:

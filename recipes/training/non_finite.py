@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tools.diagnosis.replaying import Batch, Rows, Step, begin_step, run_again, save_step
 from torch import nn
 
 from .launch import stop_together
+from .on_demand import tool
+from .random_state import generator_states
 
+Batch = dict[str, torch.Tensor]
+Rows = list[list[Any]]  # of each micro-batch, its rows' numbers; of a packed row, a list of its documents' numbers
 MAX_SKIPPED_STEPS = 50  # fp16: halving the initial scale that often reaches its floor; then it is no overflow
 ADVICE = {
     "bf16": "lower --learning_rate or --max_grad_norm first",
@@ -20,12 +24,21 @@ ADVICE = {
 }
 
 
+@dataclass
+class BegunStep:
+    """This rank's part of a step, as it began: what runs its micro-batches, and from which random state."""
+
+    run: Callable[[list[Batch]], torch.Tensor]
+    micro_batches: list[Batch]
+    random_state: dict[str, torch.Tensor]
+
+
 class NonFiniteSteps:
     """Runs each step so that it can run again, and says whether the optimizer may take it.
 
     The first step that it may not take is run a second time under hooks, from the same random state, to name the module
-    or parameter, the rank and the rows where it began; its rows are saved for --replay_batch. Under fp16 an overflowing
-    norm alone is the loss scaler's to skip.
+    or parameter, the rank and the rows where it began; its rows are saved for replay.py. Both are a tool's to do. Under
+    fp16 an overflowing norm alone is the loss scaler's to skip.
     """
 
     def __init__(
@@ -37,11 +50,11 @@ class NonFiniteSteps:
         self.skipped = self.skipped_in_a_row = 0
         self.is_finite, self.is_explained = True, False
         self.last_finite = "no step before it was finite here"
-        self.begun: Step | None = None
+        self.begun: BegunStep | None = None
 
     def run(self, whole_step: Callable[[list[Batch]], torch.Tensor], micro_batches: list[Batch]) -> torch.Tensor:
         """Return what `whole_step` returns for a step's micro-batches, and remember how it began."""
-        self.begun = begin_step(whole_step, micro_batches, self.accelerator.device)
+        self.begun = BegunStep(whole_step, micro_batches, generator_states(self.accelerator.device))
         return whole_step(micro_batches)
 
     def allows(self, step: int, rows: Rows, loss_sum: float, label_tokens: float, grad_norm: float) -> bool:
@@ -75,11 +88,13 @@ class NonFiniteSteps:
 
     def explain(self, step: int, rows: Rows, label_tokens: float, what: str) -> list[str]:
         """Where it began, what was last finite, where the rows are, what to try. A collective."""
-        lines = run_again(self.begun, self.model, rows, self.accelerator.device)
+        lines, replaying = [], tool("diagnosis.replaying", "second run of this step under hooks", self.say)
+        if replaying is not None:
+            lines += replaying.run_again(self.begun, self.model, rows, self.accelerator.device)
         facts = {"step": step, "label_tokens": label_tokens, "seed": self.seed, "found": [what, *lines]}
         lines.append(self.last_finite)
-        if self.folder is not None:
-            lines.append(save_step(self.folder, self.begun, rows, facts))
+        if replaying is not None and self.folder is not None:
+            lines.append(replaying.save_step(self.folder, self.begun, rows, facts))
         return [*lines, f"{self.dtype}: {ADVICE[self.dtype]}; then hook_norm_dtype: fp32, hook_reduce_dtype: fp32"]
 
     def count(self) -> bool:

@@ -8,11 +8,13 @@ from itertools import zip_longest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from hooks.config import HookConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 from transformers.utils import is_torchao_available
 
+from .arguments import FinetuneArguments
 from .weight_checks import FirstStepCheck, low_precision_line
 
 Visiting = list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]  # state, name, where the tensor lies at home
@@ -28,14 +30,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(
-    model: nn.Module,
-    learning_rate: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    uses_scaler: bool = False,
-    is_offloaded: bool = False,
-    optim: str = "adamw_torch_fused",
+    model: nn.Module, arguments: FinetuneArguments, config: HookConfig, optim: str = "adamw_torch_fused"
 ) -> torch.optim.Optimizer:
     """AdamW on the shards. Make it after wrapping and before any forward.
 
@@ -48,16 +43,20 @@ def make_optimizer(
     Raises:
         ValueError: nothing is trainable; torchao is not installed, or would be offloaded as well.
     """
+    is_offloaded = config.hook_offload_optimizer and not config.fsdp_offload_params
+    uses_scaler = config.mixed_precision == "fp16"
     check_optim(optim, is_offloaded)
-    groups = parameter_groups(model, weight_decay)
+    groups = parameter_groups(model, arguments.weight_decay)
     if not groups:
         raise ValueError("No parameter is trainable (all are frozen); nothing to optimize.")
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    options = {"lr": arguments.learning_rate, "betas": betas, "eps": arguments.adam_epsilon}
     if optim == "adamw_torch_8bit":
         from torchao.optim import AdamW8bit
 
-        return AdamW8bit(groups, lr=learning_rate, betas=betas, eps=eps)
+        return AdamW8bit(groups, **options)
     kind = OffloadedAdamW if is_offloaded else torch.optim.AdamW
-    return kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=not uses_scaler)
+    return kind(groups, **options, fused=not uses_scaler)
 
 
 def check_optim(optim: str, is_offloaded: bool) -> None:

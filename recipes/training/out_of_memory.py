@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .launch import stop_together
 from .losses import IGNORE_INDEX
+from .random_state import generator_states, set_generator_states
 
 Batch = dict[str, torch.Tensor]
 ONE_ROW = (
@@ -57,7 +58,7 @@ class SmallerMicroBatches:
         """
         device = self.accelerator.device
         while True:
-            state = random_state(device)
+            state = generator_states(device)
             pieces = [piece for batch in micro_batches for piece in self.split(batch)]
             self.sent.start()
             loss_sum, failure = self.attempt(forward_backward, pieces)
@@ -70,7 +71,7 @@ class SmallerMicroBatches:
             self.model.zero_grad()  # of all the step's micro-batches: some hold another rank's filler
             loss_sum = None
             release(device)
-            set_random_state(state, device)
+            set_generator_states(state, device)
             self.halve(failure)
 
     def send_the_rest(self, forward_backward: Callable, pieces: list[Batch], failure: str) -> None:
@@ -162,18 +163,6 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-
-
-def random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The generators that a forward draws from."""
-    return torch.get_rng_state(), None if device.type == "cpu" else getattr(torch, device.type).get_rng_state(device)
-
-
-def set_random_state(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
-    """Put back what random_state returned."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        getattr(torch, device.type).set_rng_state(state[1], device)
 
 
 class SentInStep:

@@ -1,31 +1,9 @@
-"""The files of a run's folder that its report is made of: read, and written whole. Imports nothing heavy."""
+"""The files of a run's folder: read, and written whole. Imports nothing heavy."""
 
 import contextlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-Points = list[tuple[int, float]]  # (optimizer step, value)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is known of a run; a file that is not there is an empty dict."""
-
-    folder: Path
-    rows: list[dict[str, Any]]  # metrics.jsonl
-    facts: dict[str, Any]  # run.json
-    wrap: dict[str, Any]  # wrap_report.json
-    plan: dict[str, Any]  # plan.json: what was predicted
-
-
-def read_run(folder: Path) -> Run:
-    """Read a run's folder. Raises ValueError where it is none, or where a file in it is not what a run writes."""
-    if not any((folder / name).is_file() for name in ("metrics.jsonl", "run.json")):
-        raise ValueError(f"{folder} is not the output folder of a run: it holds neither metrics.jsonl nor run.json.")
-    objects = (read_object(folder / f"{name}.json") for name in ("run", "wrap_report", "plan"))
-    return Run(folder, read_metrics(folder / "metrics.jsonl"), *objects)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -53,11 +31,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected an object, found {type(value).__name__}.")
     return value
-
-
-def points(rows: list[dict[str, Any]], name: str) -> Points:
-    """A quantity over steps: the rows of metrics.jsonl that hold it as a number."""
-    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
 
 
 def write_whole(path: Path, text: str) -> None:

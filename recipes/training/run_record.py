@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tools.report.run_report import write_report
 
+from .on_demand import tool
 from .run_files import read_object, write_whole
 
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
@@ -57,11 +57,23 @@ def why_ended() -> str:
 
 
 def note_failure(folder: Path, message: str) -> None:
-    """Write down that the run of this folder failed, in place of a rank 0 that cannot, and make its report."""
+    """Write down that the run of this folder failed, on whichever rank notices it first (rank 0 may sit in a device
+    call until it is killed), and make its report."""
     with contextlib.suppress(Exception):  # the message itself has been printed
-        facts = read_object(folder / "run.json") | {"status": f"failed: {message}", "ended": now()}
-        write_whole(folder / "run.json", json.dumps(facts, indent=1) + "\n")
-        write_report(folder)
+        facts = read_object(folder / "run.json")
+        if facts.get("status") == "running":
+            with contextlib.suppress(ValueError):  # not in a thread
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks when the first has failed
+            facts |= {"status": f"failed: {message}", "ended": now()}
+            write_whole(folder / "run.json", json.dumps(facts, indent=1) + "\n")
+            make_report(folder, print)
+
+
+def make_report(folder: Path, say: Callable[[str], object]) -> None:
+    """The report of a run's folder, and a line on it."""
+    report = tool("report.run_report", f"report of {folder}", say)
+    if report is not None:
+        say(report.write_report(folder))
 
 
 class RunRecord:
@@ -88,12 +100,15 @@ class RunRecord:
         self.facts |= {"status": status, "ended": now()}
         self.write()
         try:
-            self.say(write_report(self.folder))
+            make_report(self.folder, self.say)
         except Exception as error:  # the run itself is whole, whatever becomes of its report
             self.say(f"the report could not be written ({type(error).__name__}: {error})")
 
     def end_as_failed(self) -> None:
         """Write down, at exit, a run whose end was never reached."""
+        with contextlib.suppress(ValueError):
+            if read_object(self.folder / "run.json").get("status", "running") != "running":
+                return  # a rank that failed has written it down
         if self.facts["status"] == "running":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the other ranks when the first has failed
             self.end(f"failed: {why_ended()}")

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from hooks.config import HookConfig
+from hooks.dtypes import DTYPES, EMULATED, cost_beside_fp32
 from torch.optim.lr_scheduler import LRScheduler
-from utils import DTYPES, EMULATED, cost_beside_fp32
 
 
 def start_lines(

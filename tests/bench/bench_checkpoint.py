@@ -12,15 +12,18 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import read_hook_config
-from hooks.wrap import apply_units, plan_units
-from saving.checkpoint import START, CheckpointWriter
-from saving.resume import resume
+from saving.checkpoint import CheckpointWriter
+from saving.folder import START
+from saving.resume import load_checkpoint
+from saving.state import LiveState
 from tools.proof.cpu_ranks import run_on_cpu_ranks
+from training.arguments import FinetuneArguments
 from training.launch import end, make_accelerator, make_device_mesh
 from training.optimizer import make_optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
-from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+from utils import precision_policies
 
 CONFIG = Path(__file__).parents[2] / "accelerate_configs" / "default.yaml"
 SIZES = {"vocab_size": 16_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
@@ -39,19 +42,19 @@ def measure(folder: str) -> None:
     """One rank."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
     config = dataclasses.replace(read_hook_config(str(CONFIG)), num_processes=None)
-    accelerator = make_accelerator(config, 1.0)
+    accelerator = make_accelerator(config)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=12))
-    policies = mixed_precision_policy(config), norm_precision_policy(config)
-    apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), *policies)
-    cast_stored_parameters(model, config)
-    optimizer = make_optimizer(model, 1e-3, 0.0, (0.9, 0.999), 1e-8)
+    plan = plan_hooks(model, config)
+    apply_hooks(model, plan, config, make_device_mesh(accelerator), precision_policies(config))
+    optimizer = make_optimizer(model, FinetuneArguments(learning_rate=1e-3), config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
+    live = LiveState(accelerator, model, optimizer, scheduler, dict(START))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state_bytes = 12 * parameters
 
@@ -59,20 +62,20 @@ def measure(folder: str) -> None:
         Path(folder, name).mkdir(exist_ok=True)
         options = {"output_dir": Path(folder, name), "save_total_limit": 1, "load_best_model_at_end": False}
         options |= {"async_save": is_async, "on_save_error": "stop"}
-        return CheckpointWriter(accelerator, model, optimizer, scheduler, SimpleNamespace(**options), {})
+        return CheckpointWriter(live, SimpleNamespace(**options), {})
 
     blocking, beside = writer("blocking", False), writer("beside", True)
     seconds: dict[str, list[float]] = {name: [] for name in ("save", "copy", "stall", "beside", "load", "read")}
     for i in range(1, TIMES + 1):
-        state = {**START, "step": i}
-        seconds["save"].append(timed(blocking.save, state))
+        live.state["step"] = i
+        seconds["save"].append(timed(blocking.save))
         checkpoint = Path(folder, "blocking", f"checkpoint-{i}")
         mine = sorted(checkpoint.glob(f"*/shard-{dist.get_rank() + 1:05}-*"))
         seconds["copy"].append(timed(copy_synced, mine, Path(folder, f"copy-{dist.get_rank()}")))
-        seconds["stall"].append(timed(beside.save, state))
+        seconds["stall"].append(timed(beside.save))
         seconds["beside"].append(timed(beside.wait))
         seconds["read"].append(timed(list, map(Path.read_bytes, mine)))
-        seconds["load"].append(timed(resume, accelerator, model, optimizer, scheduler, checkpoint))
+        seconds["load"].append(timed(load_checkpoint, live, checkpoint))
     written = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     took = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
     lines = [

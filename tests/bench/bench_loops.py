@@ -166,35 +166,34 @@ def turn_by_turn(steps: Iterator[Any], turns: Turns) -> Iterator[Any]:
 def recipe(loop: Loop, rank: int, folder: str, turns: Turns) -> None:
     """A recipe's hooks in its order, then its own `train`, data path and log lines included."""
     from datasets import Dataset
-    from hooks.activation_checkpointing import apply_activation_checkpointing, plan_activation_checkpointing
+    from hooks.apply import apply_hooks, plan_hooks
     from hooks.config import read_hook_config
-    from hooks.wrap import apply_units, plan_units
-    from saving.checkpoint import START
+    from rows.batches import Share
+    from saving.folder import START
+    from saving.state import LiveState
     from training.launch import make_accelerator, make_device_mesh
-    from training.metrics import MetricsLog, read_metrics
+    from training.metrics import MetricsLog
     from training.optimizer import make_optimizer, prepare
+    from training.progress import Progress, follow_blocks
+    from training.run_files import read_metrics
     from transformers import get_scheduler
-    from utils import cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+    from utils import precision_policies
 
     script = importlib.import_module(loop.runs)
     config = read_hook_config(write_config(loop, folder))
-    accelerator = make_accelerator(config, 1.0)
+    accelerator = make_accelerator(config)
     model = make_model(loop)
-    recomputed, units = plan_activation_checkpointing(model, config), plan_units(model, config)
-    apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
     if hasattr(script, "compute_loss_in_chunks"):
         script.compute_loss_in_chunks(model, script.LOSS_CHUNK_TOKENS)
-    if loop.compiles_blocks:
-        script.compile_blocks(model, config.fsdp_transformer_layer_cls_to_wrap)
-    policies = mixed_precision_policy(config), norm_precision_policy(config)
-    apply_units(model, units, config, make_device_mesh(accelerator), *policies)
-    cast_stored_parameters(model, config)
-    offloads = config.hook_offload_optimizer and not config.fsdp_offload_params
-    optimizer = make_optimizer(model, LEARNING_RATE, 0.0, (0.9, 0.999), 1e-8, False, offloads)
-    model, prepared = prepare(accelerator, model, optimizer)
+    mesh, policies = make_device_mesh(accelerator), precision_policies(config)
+    compiled = script.compile_blocks if loop.compiles_blocks else None
+    apply_hooks(model, plan_hooks(model, config), config, mesh, policies, compile_blocks=compiled)
     kind = script.train.__annotations__["arguments"]
     arguments = kind(output_dir=folder, per_device_train_batch_size=loop.micro_batch_size)
     arguments.gradient_accumulation_steps, arguments.logging_steps = loop.accumulation, 1
+    arguments.learning_rate = LEARNING_RATE
+    optimizer = make_optimizer(model, arguments, config)
+    model, prepared = prepare(accelerator, model, optimizer)
     log = MetricsLog(accelerator, folder, 10**9, 0)
     turns.held = partial(held_by, model, optimizer)
     turns.losses = lambda: [row["loss"] for row in read_metrics(log.path)]
@@ -204,23 +203,11 @@ def recipe(loop: Loop, rank: int, folder: str, turns: Turns) -> None:
     for row, place in zip(ordered, shuffled_order(len(ordered), SEED, 0)):
         rows[place] = row
     rows = rows if loop.rows == "packed" else Dataset.from_list(rows)
-    share = loop.micro_batch_size, loop.accumulation, rank, loop.processes
-    steps = turn_by_turn(training_steps(rows, *share, seed=SEED, pad_token_id=0), turns)
-    scheduler = get_scheduler("constant", optimizer)
-    script.train(
-        accelerator,
-        model,
-        prepared,
-        scheduler,
-        steps,
-        test_batches=[],
-        log=log,
-        state=dict(START),
-        writer=None,
-        signals=[],
-        arguments=arguments,
-        hook_config=config,
-    )
+    share = Share(loop.micro_batch_size, loop.accumulation, rank, loop.processes)
+    steps = turn_by_turn(training_steps(rows, share, seed=SEED, pad_token_id=0), turns)
+    live = LiveState(accelerator, model, prepared, get_scheduler("constant", optimizer), dict(START))
+    progress = follow_blocks(model, Progress())
+    script.train(live, steps, [], log=log, progress=progress, writer=None, arguments=arguments, config=config)
 
 
 def trainer(loop: Loop, rank: int, folder: str, turns: Turns) -> None:

@@ -754,4 +754,4 @@ def test_prepare_data_reads_the_shipped_sample() -> None:
         ["--model_name_or_path", str(SAMPLE_MODEL), "--dataset_name", str(SAMPLE_MODEL.parent / "data")]
     )
     data = prepare_data(arguments, tokenizer_of("sample"))
-    assert (len(data.train), len(data.test)) == (3600, 256) and not data.prompts
+    assert (len(data.train), len(data.test)) == (3600, 256) and not data.questions.prompts

@@ -11,7 +11,16 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
-from rows.batches import collate, count_steps, evaluation_batches, shuffled_order, split_rows, training_steps
+from rows.batches import (
+    START,
+    Share,
+    collate,
+    count_steps,
+    evaluation_batches,
+    shuffled_order,
+    split_rows,
+    training_steps,
+)
 from rows.formats import read_chat
 from rows.labels import encode_all
 from rows.tokenizing import tokenize_rows, tokenizer_key
@@ -635,14 +644,14 @@ SIZES = [
 
 def test_every_row_is_taken_once_and_every_rank_runs_as_many_micro_batches() -> None:
     for n, micro, accumulation, world in SIZES:
-        ranks = [split_rows(list(range(n)), micro, accumulation, rank, world) for rank in range(world)]
+        ranks = [split_rows(list(range(n)), Share(micro, accumulation, rank, world)) for rank in range(world)]
         taken = [row for steps in ranks for step in steps for batch in step for row in batch]
         assert sorted(taken) == list(range(n)), (n, micro, accumulation, world)
         for steps in zip(*ranks, strict=True):
             assert len({len(step) for step in steps}) == 1
             assert 1 <= len(steps[0]) <= accumulation
         assert all(len(batch) <= micro for steps in ranks for step in steps for batch in step)
-        assert len(ranks[0]) == count_steps(n, micro * accumulation * world, 1.0, -1)
+        assert len(ranks[0]) == count_steps(n, Share(micro, accumulation, 0, world), 1.0)
 
 
 def test_a_step_takes_the_same_rows_on_any_number_of_ranks() -> None:
@@ -650,14 +659,14 @@ def test_a_step_takes_the_same_rows_on_any_number_of_ranks() -> None:
         order = shuffled_order(n, seed=3, epoch=1)
         by_split = []
         for micro, accumulation, world in [(1, 8, 1), (8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 1, 4), (1, 1, 8)]:
-            ranks = [split_rows(order, micro, accumulation, rank, world) for rank in range(world)]
+            ranks = [split_rows(order, Share(micro, accumulation, rank, world)) for rank in range(world)]
             by_split.append([sorted(itertools.chain(*itertools.chain(*steps))) for steps in zip(*ranks, strict=True)])
         assert all(steps == by_split[0] for steps in by_split), n
 
 
 def test_no_micro_step_is_empty_on_every_rank() -> None:
     for n, micro, accumulation, world in SIZES:
-        ranks = [split_rows(list(range(n)), micro, accumulation, rank, world) for rank in range(world)]
+        ranks = [split_rows(list(range(n)), Share(micro, accumulation, rank, world)) for rank in range(world)]
         for steps in zip(*ranks, strict=True):
             assert all(any(batches) for batches in zip(*steps, strict=True))
 
@@ -691,7 +700,7 @@ def rows_in(batches: list[dict[str, torch.Tensor]]) -> list[int]:
 def run(n: int, steps: int, micro: int, accumulation: int, world: int, **position: int) -> tuple[list, list]:
     """(sorted rows of each step over all ranks, position after each step)."""
     ranks = [
-        training_steps(make_rows(n), micro, accumulation, rank, world, seed=5, pad_token_id=0, **position)
+        training_steps(make_rows(n), Share(micro, accumulation, rank, world), position or START, seed=5, pad_token_id=0)
         for rank in range(world)
     ]
     taken, positions = [], []
@@ -729,7 +738,7 @@ def test_training_reads_every_row_once_per_epoch_in_another_order_each_time() ->
 
 def test_loader_workers_give_the_same_batches() -> None:
     def ids(num_workers: int) -> list[list[int]]:
-        steps = training_steps(make_rows(7), 2, 2, 0, 1, seed=0, pad_token_id=0, num_workers=num_workers)
+        steps = training_steps(make_rows(7), Share(2, 2, 0, 1), seed=0, pad_token_id=0, num_workers=num_workers)
         return [batch["input_ids"].tolist() for _ in range(2) for batch in next(steps)[0]]
 
     assert ids(0) == ids(1)
@@ -738,7 +747,8 @@ def test_loader_workers_give_the_same_batches() -> None:
 def test_evaluation_covers_every_row_once_and_fillers_have_no_label() -> None:
     for n, batch_size, world in itertools.product((1, 2, 5, 8, 9, 17), (1, 2, 4), (1, 2, 3, 4)):
         rows = make_rows(n)
-        ranks = [list(evaluation_batches(rows, batch_size, rank, world, pad_token_id=0)) for rank in range(world)]
+        shares = [Share(1, 1, rank, world) for rank in range(world)]
+        ranks = [list(evaluation_batches(rows, batch_size, share, pad_token_id=0)) for share in shares]
         assert len({len(batches) for batches in ranks}) == 1
         assert sorted(row for batches in ranks for row in rows_in(batches)) == list(range(n))
         labels = sum(num_label_tokens(batch["labels"]) for batches in ranks for batch in batches)
@@ -851,9 +861,10 @@ def test_balancing_loss_is_weighted_by_the_share_of_label_tokens() -> None:
 
 
 def test_steps_of_a_run_are_counted_over_whole_epochs_unless_given() -> None:
-    assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=2.0, max_steps=-1) == 6
-    assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=0.5, max_steps=-1) == 2
-    assert count_steps(num_rows=10, rows_per_step=4, num_train_epochs=2.0, max_steps=5) == 5
+    share = Share(2, 2, 0, 1)
+    assert count_steps(10, share, num_train_epochs=2.0) == 6
+    assert count_steps(10, share, num_train_epochs=0.5) == 2
+    assert count_steps(10, share, num_train_epochs=2.0, max_steps=5) == 5
 
 
 def test_starting_a_loader_leaves_the_random_state_alone() -> None:
@@ -861,8 +872,8 @@ def test_starting_a_loader_leaves_the_random_state_alone() -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    list(evaluation_batches(rows, 2, 0, 1, 0))
-    next(training_steps(rows, 1, 2, 0, 1, seed=0, pad_token_id=0))
+    list(evaluation_batches(rows, 2, Share(1, 1, 0, 1), 0))
+    next(training_steps(rows, Share(1, 2, 0, 1), seed=0, pad_token_id=0))
     assert torch.equal(torch.get_rng_state(), before)
 
 

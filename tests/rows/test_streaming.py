@@ -11,6 +11,7 @@ import datasets
 import pytest
 from datasets import Dataset
 from rows import streaming
+from rows.batches import START, Share
 from rows.formats import row_of
 from rows.sources import open_stream
 from rows.streaming import Stream, Tokenised, stream_steps
@@ -38,7 +39,9 @@ def numbers(count: int, packed_length: int = 0) -> Stream:
 def take(stream: Stream, epochs: int, rank: int, world: int, micro: int, **position: int) -> list[tuple[list, dict]]:
     """(numbers seen per micro-batch, position) of each step, up to the end of an epoch."""
     steps = []
-    for batches, after, _ in stream_steps(stream, micro, 2, rank, world, seed=0, pad_token_id=99, **position):
+    for batches, after, _ in stream_steps(
+        stream, Share(micro, 2, rank, world), position or START, seed=0, pad_token_id=99
+    ):
         seen = [b["input_ids"][:, 0].tolist() if (b["labels"][:, 1:] != -100).any() else [] for b in batches]
         steps.append((seen, after))
         if after["epoch"] == epochs:
@@ -77,14 +80,14 @@ def test_rows_are_numbered_in_the_order_of_the_epoch() -> None:
     order = [n for batches, _ in take(numbers(23), 1, 0, 1, 4) for batch in batches for n in batch]
     for rank in range(2):
         for (batches, _, row_numbers), _ in zip(
-            stream_steps(numbers(23), 2, 2, rank, 2, seed=0, pad_token_id=99), range(3)
+            stream_steps(numbers(23), Share(2, 2, rank, 2), seed=0, pad_token_id=99), range(3)
         ):
             seen = [ids for batch, of_batch in zip(batches, row_numbers) for ids in batch["input_ids"] if of_batch]
             assert [order[n] for of_batch in row_numbers for n in of_batch] == [ids[0].item() for ids in seen]
 
 
 def test_stream_is_packed_window_by_window() -> None:
-    batches, _, _ = next(stream_steps(numbers(10, packed_length=6), 1, 2, 0, 1, seed=0, pad_token_id=99))
+    batches, _, _ = next(stream_steps(numbers(10, packed_length=6), Share(1, 2, 0, 1), seed=0, pad_token_id=99))
     assert all(
         batch["position_ids"][0].tolist()[:4] == [0, 1, 0, 1] and "attention_mask" not in batch for batch in batches
     )
@@ -110,7 +113,7 @@ def broken_at(first_bad: int, error: Exception, is_reading: bool) -> Stream:
 @pytest.mark.parametrize("is_reading", [False, True])
 @pytest.mark.parametrize("error", [ValueError("a.jsonl, line 7: is not JSON"), OSError("a.jsonl: the disk is gone")])
 def test_error_in_the_middle_ends_with_one_message(error: Exception, is_reading: bool) -> None:
-    steps = stream_steps(broken_at(7, error, is_reading), 1, 1, 0, 1, seed=0, pad_token_id=99)
+    steps = stream_steps(broken_at(7, error, is_reading), Share(1, 1, 0, 1), seed=0, pad_token_id=99)
     with pytest.raises(SystemExit) as stopped:
         for _ in range(10):
             next(steps)
@@ -119,7 +122,7 @@ def test_error_in_the_middle_ends_with_one_message(error: Exception, is_reading:
 
 def test_error_that_another_rank_meets_names_that_rank() -> None:
     with pytest.raises(SystemExit) as stopped:
-        next(stream_steps(broken_at(2, OSError("no such disk"), True), 1, 1, 3, 4, seed=0, pad_token_id=99))
+        next(stream_steps(broken_at(2, OSError("no such disk"), True), Share(1, 1, 3, 4), seed=0, pad_token_id=99))
     assert stopped.value.code.strip() == "Error: rank 3: no such disk"
 
 

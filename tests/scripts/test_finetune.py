@@ -1,7 +1,6 @@
 """The recipe itself, launched as a user launches it, on the sample that the repo ships."""
 
 import json
-import re
 import shutil
 import sys
 
@@ -171,29 +170,12 @@ def test_exported_adapter_loads_in_plain_peft(tmp_path):
         assert not torch.equal(PeftModel.from_pretrained(base, tmp_path / "model").eval()(ids).logits, without)
 
 
-def test_recipe_copied_with_the_files_it_names_runs_elsewhere(tmp_path):
-    """Only the siblings that the README names, no sample folder, a YAML beside it, plain python."""
-    text = (ROOT / "README.md").read_text()
-    listed = text[text.index("To take fewer files:") : text.index("`finetune_performance.py` needs")]
-    names = sorted(set(re.findall(r"`(\w+\.py)`", listed)) - {"finetune.py"})
-    imported = {path.name for path in RECIPES.glob("*.py")} - {
-        "finetune.py",
-        "finetune_mem_limit.py",
-        "finetune_performance.py",
-    }
-    assert len(names) >= 15 and set(names) <= imported
-    for name in [*names, "finetune.py"]:
-        shutil.copy(RECIPES / name, tmp_path)
-    shutil.copy(CONFIGS / "mem_limit.yaml", tmp_path / "mine.yaml")
-    alone = run([sys.executable, "finetune.py", "--accelerate_config", "mine.yaml"], cwd=tmp_path)
-    assert alone.returncode == 1
-    assert alone.stdout.count("--model_name_or_path is required") == 1
-    assert alone.stdout.count("--dataset_name is required") == 1
+def test_model_with_its_own_code_is_trained_and_exported_with_it(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "one two", "completion": " three"}\n{"prompt": "a b", "completion": " c"}\n' * 3)
-    theirs = model_with_its_own_code(tmp_path / "theirs")
-    arguments = ["--model_name_or_path", str(theirs), "--dataset_name", str(rows), "--max_steps", "2"]
-    command = [sys.executable, "finetune.py", "--accelerate_config", "mine.yaml", *arguments, "--trust_remote_code"]
+    arguments = ["--model_name_or_path", model_with_its_own_code(tmp_path / "theirs"), "--dataset_name", rows]
+    command = [sys.executable, RECIPES / "finetune.py", "--accelerate_config", CONFIGS / "mem_limit.yaml", *arguments]
+    command = [*map(str, command), "--max_steps", "2", "--trust_remote_code"]
     assert "1 rank(s) on" in successful(run(command, cwd=tmp_path, HF_HOME=str(tmp_path)))
     exported = tmp_path / "outputs" / "finetune" / "model"
     assert (exported / "model.safetensors").is_file() and (exported / "modeling_theirs.py").is_file()
@@ -236,24 +218,3 @@ def test_top_level_holds_only_the_fixed_names():
     fixed = {"accelerate_configs", "recipes", "tests", "requirements.txt", "Makefile", "README.md"}
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - {"outputs"}
     assert found == fixed
-
-
-def test_sibling_never_imports_a_recipe():
-    siblings = {path.stem for path in RECIPES.glob("*.py")}
-    checked = 0
-    for path in RECIPES.glob("*.py"):
-        if path.stem in (
-            "finetune",
-            "finetune_mem_limit",
-            "finetune_performance",
-            "verify",
-            "export",
-            "report",
-            "plan",
-            "trace_step",
-        ):  # commands import what they need
-            continue
-        words = [line.split()[1] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
-        assert "finetune" not in set(words) & siblings, path.name
-        checked += 1
-    assert checked >= 15

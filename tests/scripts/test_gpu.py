@@ -2,11 +2,12 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 import yaml
-from launching import CONFIGS, RECIPES, ROOT, accelerate_launch
+from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, run
 from training.optimizer import OffloadedAdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +104,7 @@ def test_planned_memory_is_what_a_run_takes(tmp_path, yaml_name):
     arguments = ["--model_name_or_path", tmp_path / "model", "--dataset_name", rows, "--max_length", 2048]
     arguments += ["--gradient_accumulation_steps", 2, "--max_steps", 3, "--logging_steps", 1, "--report_to", "none"]
     measured = train(yaml_path, tmp_path / "out", *arguments)[-1]
-    train(yaml_path, tmp_path / "out", *arguments, "--dry_run")
+    run([sys.executable, str(RECIPES / "report.py"), str(tmp_path / "out"), "--plan"])
     planned = json.loads((tmp_path / "out" / "plan.json").read_text())["step"]
     assert planned["peak"] / 2**30 == pytest.approx(measured["peak_allocated_gib"], rel=0.02)
     assert planned["reserved"] / 2**30 == pytest.approx(measured["peak_mem_gib"], rel=0.05)

@@ -10,10 +10,11 @@ import torch
 from cells import check_cell, launch_worker
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, part_of_sample, small_model
-from rows.batches import fetch_ahead
+from rows.batches import Step
 from tiny_models import tiny_llama
 from tools.proof.architecture import check_architecture, flash_isolation, packed_isolation
 from tools.proof.shrink import build_tiny_model
+from training.ahead import fetch_ahead
 from training.arguments import PerformanceArguments, parse_arguments
 from training.kernels import check_kernels, use_kernels
 from transformers import CONFIG_MAPPING
@@ -100,13 +101,13 @@ def test_flash_attention_is_chosen_for_packed_single_rows_that_name_no_other(mon
         self.config._attn_implementation = name
 
     monkeypatch.setattr(type(model), "set_attn_implementation", set_attention)
-    monkeypatch.setattr("training.kernels.flash_isolation", lambda config: "isolated")
+    monkeypatch.setattr("tools.proof.architecture.flash_isolation", lambda config: "isolated")
     assert use_kernels(model, PerformanceArguments(**options), "bf16") == []
     assert use_kernels(model, PerformanceArguments(), "fp32") == []
     assert model.config._attn_implementation == "sdpa"
-    monkeypatch.setattr("training.kernels.flash_isolation", lambda config: "packed documents see each other")
+    monkeypatch.setattr("tools.proof.architecture.flash_isolation", lambda config: "packed documents see each other")
     assert use_kernels(model, PerformanceArguments(), "bf16") == []
-    monkeypatch.setattr("training.kernels.flash_isolation", lambda config: "isolated")
+    monkeypatch.setattr("tools.proof.architecture.flash_isolation", lambda config: "isolated")
     assert use_kernels(model, PerformanceArguments(), "bf16") == ["attention of packed rows: flash_attention_2"]
 
 
@@ -136,13 +137,14 @@ def test_error_in_the_next_steps_rows_waits_for_that_step():
     labels = torch.tensor([[-100, 5, 6]])
 
     def steps():
-        yield [{"input_ids": labels, "labels": labels}], {"epoch": 0, "rows_seen": 1}, [[7]]
+        yield Step([{"input_ids": labels, "labels": labels}], {"epoch": 0, "rows_seen": 1}, [[7]])
         raise ValueError("row 2 is bad")
 
     rows = steps()
-    (batch,), position, numbers, counts = fetch_ahead(rows, torch.device("cpu")).result()
-    assert torch.equal(batch["labels"], labels) and position["rows_seen"] == 1 and counts.tolist() == [2, 3]
-    assert numbers == [[7]]
+    step, counts = fetch_ahead(rows, torch.device("cpu")).result()
+    (batch,) = step.micro_batches
+    assert torch.equal(batch["labels"], labels) and step.position["rows_seen"] == 1 and counts.tolist() == [2, 3]
+    assert step.rows == [[7]]
     ahead = fetch_ahead(rows, torch.device("cpu"))  # does not raise
     with pytest.raises(ValueError, match="row 2 is bad"):
         ahead.result()

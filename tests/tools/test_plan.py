@@ -24,7 +24,7 @@ from tools.planner.roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
 from training.arguments import KINDS, PerformanceArguments
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-WORKER = ROOT / "tests" / "planner_worker.py"
+WORKER, SAMPLE = ROOT / "tests" / "planner_worker.py", RECIPES / "sample"
 WRAPS = {
     "one unit": {"fsdp_auto_wrap_policy": "NO_WRAP"},
     "1 block": {},
@@ -256,7 +256,7 @@ def test_host_memory_is_what_loading_offload_and_a_saved_copy_need(folder, truth
 
 
 def test_a_plan_is_printed_and_written(folder, tmp_path, capsys):
-    plan.command([*words_of(folder, tmp_path), "--num_processes", "4", "--gpu_memory", "8GiB"])
+    plan.command([*words_of(folder, tmp_path), "--num_processes", "4", "--gpu_memory", "8GiB"], SAMPLE)
     shown = capsys.readouterr().out
     assert "8.00 GiB given: fits, 5." in shown and "4 ranks | 1 x 512 tokens x 1" in shown
     first = json.loads((tmp_path / "plan.json").read_text())
@@ -287,7 +287,7 @@ def words_of(folder, plan_dir):
 )
 def test_what_cannot_be_planned_says_why(folder, tmp_path, words, message, capsys):
     with pytest.raises((ValueError, SystemExit)) as stopped:
-        plan.command([*words_of(folder, tmp_path), *words])
+        plan.command([*words_of(folder, tmp_path), *words], SAMPLE)
     assert message in str(stopped.value)
     assert message or "--optim adamw_torch_8bit: its compiled update" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""--profile and --profile_compare: where the time of a step goes, counted on hand-made events and in real runs."""
+"""--profile and compare.py: where the time of a step goes, counted on hand-made events and in real runs."""
 
 import gzip
 import json
@@ -34,8 +34,8 @@ from tools.profiling.profile_report import (
     profile_lines,
     profile_markdown,
 )
-from tools.profiling.profiler import StepProfiler, padding_tokens
 from tools.profiling.settings import changed_yaml, first_cause, last_words, settings, table
+from tools.profiling.step_profile import padding_tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,6 +44,7 @@ from training.chunked_loss import compute_loss_in_chunks
 from training.chunked_loss import micro_batch_loss as chunked_micro_batch_loss
 from training.losses import micro_batch_loss
 from training.model import add_adapters
+from training.profiling import StepProfiler
 from transformers import AttentionInterface
 
 SAMPLE = RECIPES / "sample"
@@ -127,7 +128,7 @@ def test_every_moment_of_a_gpu_step_counts_once():
 
 def test_evaluation_and_checkpoints_belong_to_no_step():
     spans = [host(f"{STEP}*", 0, 100), host("aten::mm", 0, 80)]
-    spans += [host("recipe: evaluate", 10, 30), host("recipe: save", 50, 60), host("recipe: memory", 95, 100)]
+    spans += [host("recipe: evaluation", 10, 30), host("recipe: saving", 50, 60), host("recipe: memory", 95, 100)]
     found = measure(spans)
     assert (found["step"], found["computation"], found["host"]) == (65, 50, 15)
 
@@ -151,7 +152,7 @@ def test_shares_are_those_of_counting_each_microsecond(on_gpu):
                     "work": of_device("aten::mm", start, end),
                     "collective": kernel("ncclKernel", start, end) if on_gpu else host("gloo:all_reduce", start, end),
                     "update": (device_region if on_gpu else host)(CLIP, start, end),
-                    "evaluate": host("recipe: evaluate", start, end),
+                    "evaluate": host("recipe: evaluation", start, end),
                     "copy": kernel("Memcpy DtoH", start, end),
                 }[kind]
             )
@@ -202,7 +203,7 @@ def test_healthy_profile_gets_no_advice():
 @pytest.mark.parametrize(
     "facts, said",
     [
-        (Facts(shares(), recomputed_blocks=3, num_blocks=6), ["3 of 6 blocks recompute", "--profile_compare"]),
+        (Facts(shares(), recomputed_blocks=3, num_blocks=6), ["3 of 6 blocks recompute", "compare.py --steps 5"]),
         (Facts(shares(exposed_communication=0.3), num_units=9), ["30%", "9 units", "hook_wrap_blocks_per_unit 2-4"]),
         (Facts(shares(exposed_communication=0.3), blocks_per_unit=2), ["hook_wrap_blocks_per_unit 4"]),
         (Facts(shares(exposed_communication=0.3), blocks_per_unit=4), ["--per_device_train_batch_size"]),
@@ -430,8 +431,8 @@ def test_run_of_the_warm_up_alone_says_that_nothing_was_recorded(steps):
         said.append(text)
 
     log, meter = SimpleNamespace(say=say), SimpleNamespace(started=0.0)
-    accelerator, arguments = SimpleNamespace(device=CPU, is_main_process=True), SimpleNamespace(profile=4)
-    profiler = StepProfiler(accelerator, None, None, arguments, log, meter)
+    accelerator, arguments = SimpleNamespace(device=CPU, is_main_process=True), FinetuneArguments(profile=4)
+    profiler = StepProfiler(accelerator, None, None, arguments, log=log, meter=meter)
     for step in range(1, steps + 1):
         profiler.step([], step == steps)
     assert said == [f"--profile 4: the run ended after {steps} steps, 2 of them to warm up; 0 recorded"]
@@ -489,7 +490,9 @@ def test_table_gives_ratios_to_the_run_as_asked_row_by_row():
 
 def test_compare_runs_each_setting_and_takes_no_memory_left_for_an_answer(tmp_path):
     folder = tmp_path / "out"
-    run = finetune_in_process(arguments_for(folder, "--profile_compare", 2), tmp_path / "log", script="compare_worker")
+    run = finetune_in_process(
+        ["--steps", 2, "finetune.py", *arguments_for(folder)], tmp_path / "log", script="compare_worker"
+    )
     assert run.codes == [0, 0], run.output[-3000:]
     assert run.output.count("as asked ") == 1, run.output
     asked, off, coarser = json.loads((folder / "profile" / "compare.json").read_text())
@@ -504,9 +507,9 @@ def test_compare_runs_each_setting_and_takes_no_memory_left_for_an_answer(tmp_pa
 
 def test_interrupted_comparison_saves_nothing_and_leaves_nothing(tmp_path):
     """Ctrl-C reaches the whole group of processes; the run that is measured would save a checkpoint."""
-    words = [*arguments_for(tmp_path, "--profile_compare", 500), "--accelerate_config", in_fp32()]
+    words = ["--steps", 500, "finetune.py", *arguments_for(tmp_path), "--accelerate_config", in_fp32()]
     inner = tmp_path / "profile" / "compare" / "run"
-    command = [sys.executable, RECIPES / "finetune.py", *map(str, words)]
+    command = [sys.executable, RECIPES / "compare.py", *map(str, words)]
     options = {"env": clean_environment(), "start_new_session": True, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, **options) as process:
         patience = Patience(process.pid)
@@ -521,6 +524,6 @@ def test_interrupted_comparison_saves_nothing_and_leaves_nothing(tmp_path):
 
 def test_profile_arguments_are_checked():
     named = ["--model_name_or_path", "m", "--dataset_name", "d"]
-    assert parse_arguments([*named, "--profile", "3", "--profile_compare", "2"]).profile == 3
+    assert parse_arguments([*named, "--profile", "3"]).profile == 3
     with pytest.raises(ValueError, match=r"--profile: found -1, allowed: 0 or more"):
         parse_arguments([*named, "--profile", "-1"])

@@ -3,6 +3,7 @@
 The faults lie in the model's files or in its own code, and the runs are those of the real scripts in forked ranks.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -14,12 +15,13 @@ import pytest
 import torch
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, small_model
-from rows.batches import shuffled_order, split_rows
+from rows.batches import Share, shuffled_order, split_rows
 from safetensors.torch import load_file, save_file
 from tools.diagnosis.finite_hooks import find_non_finite
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import non_finite
+from training.arguments import KINDS
 from training.evaluation import say_non_finite
 from training.non_finite import MAX_SKIPPED_STEPS, NonFiniteSteps
 from transformers import AutoTokenizer
@@ -100,7 +102,13 @@ def test_module_that_overflows_is_named_exactly_once_with_the_rows_of_each_rank(
 
 def rows_of(rank, step):
     """The row numbers of a rank's micro-batches in a step, from 1, of the first epoch."""
-    return split_rows(shuffled_order(ROWS, SEED, 0), MICRO, ACCUMULATION, rank, 2)[step - 1]
+    return split_rows(shuffled_order(ROWS, SEED, 0), Share(MICRO, ACCUMULATION, rank, 2))[step - 1]
+
+
+def replayed(path, tmp_path, *more, world_size=2):
+    """recipes/replay.py on a saved step."""
+    options = {"script": "replay", "world_size": world_size, "config": CONFIGS / "default.yaml"}
+    return finetune_in_process([path, *more], tmp_path / "replay.log", **options)
 
 
 @pytest.mark.parametrize(
@@ -113,28 +121,35 @@ def rows_of(rank, step):
 )
 def test_replay_finds_the_same_and_trains_nothing(overflowing, rows, tmp_path, script, saved, world_size, ranks):
     """`ranks`: of the replay, and which saved rank's finding they repeat."""
-    model, folder, _ = overflowing
-    options = {"script": script, "world_size": world_size, "config": CONFIGS / "default.yaml"}
-    done = run(rows, model, tmp_path / "out", "--replay_batch", folder / "non_finite" / saved, **options)
+    folder = tmp_path / "run"
+    shutil.copytree(overflowing[1], folder)
+    facts = json.loads((folder / "run.json").read_text())
+    facts["command"][0] = f"{script}.py"
+    kind = KINDS[f"{script}.py"]
+    own = {field.name: getattr(kind(), field.name) for field in dataclasses.fields(kind)}
+    facts["arguments"] = {**own, **facts["arguments"]}
+    (folder / "run.json").write_text(json.dumps(facts))
+    metrics_before = (folder / "metrics.jsonl").read_text()
+    done = replayed(folder / "non_finite" / saved, tmp_path, world_size=world_size)
     assert not any(done.codes) and done.output.count("replay of step 1") == 1, done.output[-3000:]
     was_found = json.loads((folder / "non_finite" / "batch.json").read_text())["found"][1:]
     found = [line for line in done.output.splitlines() if DOWN.search(line)]
     expected = [was_found[rank].replace(f"rank {rank}:", f"- rank {now}:") for now, rank in ranks.items()]
     assert found == expected
-    assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "metrics.jsonl").exists()
+    assert not (folder / "non_finite" / "model").exists() and (folder / "metrics.jsonl").read_text() == metrics_before
 
 
 def test_replay_with_weights_that_are_well_says_so(overflowing, rows, tmp_path):
-    saved = overflowing[1] / "non_finite"
-    done = run(rows, MODEL, tmp_path / "out", "--replay_batch", saved)
+    done = replayed(overflowing[1] / "non_finite", tmp_path, "--model_name_or_path", MODEL)
     assert not any(done.codes) and done.output.count("all finite") == 1 and "forward of" not in done.output
 
 
 def test_replay_of_a_damaged_file_ends_every_rank_with_one_message(overflowing, rows, tmp_path):
-    shutil.copytree(overflowing[1] / "non_finite", tmp_path / "saved")
-    (tmp_path / "saved" / "rank-1.safetensors").write_bytes(b"torn")
-    done = run(rows, MODEL, tmp_path / "out", "--replay_batch", tmp_path / "saved")
-    assert done.codes == [1, 1] and done.output.count("Error: --replay_batch") == 1 and "rank 1: " in done.output
+    shutil.copytree(overflowing[1], tmp_path / "run")
+    (tmp_path / "run" / "non_finite" / "rank-1.safetensors").write_bytes(b"torn")
+    done = replayed(tmp_path / "run" / "non_finite", tmp_path)
+    assert done.codes == [1, 1] and done.output.count("Error: rank 1: ") == 1
+    assert "replay.py takes the folder non_finite of a run" in done.output
 
 
 def test_held_out_row_that_alone_is_not_finite_is_named(rows, tmp_path):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from hook_cases import CONFIG
+from hook_cases import CONFIG, adamw
 from hooks.activation_checkpointing import apply_activation_checkpointing
 from saving.state import in_full, take_quantized, training_tensors
 from tiny_models import tiny_llama
@@ -39,7 +39,7 @@ def test_norms_and_biases_are_not_decayed_and_everything_else_is():
 def test_model_with_nothing_to_train_is_refused():
     model = tiny_llama().requires_grad_(False)
     with pytest.raises(ValueError, match="No parameter is trainable"):
-        make_optimizer(model, 1e-3, 0.0, (0.9, 0.999), 1e-8)
+        make_optimizer(model, adamw(1e-3), CONFIG)
 
 
 def trained(optimizer_of, after_first_step=lambda: None):
@@ -59,7 +59,8 @@ def trained(optimizer_of, after_first_step=lambda: None):
 
 
 def make(model, is_offloaded):
-    return make_optimizer(model, 1e-3, 0.1, (0.9, 0.999), 1e-8, is_offloaded=is_offloaded)
+    config = dataclasses.replace(CONFIG, hook_offload_optimizer=is_offloaded)
+    return make_optimizer(model, adamw(1e-3, 0.1), config)
 
 
 def test_step_in_slices_is_bit_equal_and_holds_two_slices_at_most(monkeypatch):
@@ -126,7 +127,7 @@ def train_sharded(optim, steps=4):
         torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)
     )
     fully_shard(model)
-    optimizer = make_optimizer(model, 1e-2, 0.1, (0.9, 0.999), 1e-8, optim=optim)
+    optimizer = make_optimizer(model, adamw(1e-2, 0.1), CONFIG, optim)
     losses = [step_of(model, optimizer, seed) for seed in range(steps)]
     return losses, optimizer, model
 
@@ -197,12 +198,13 @@ def test_copy_in_full_gives_the_same_8_bits_again(one_rank, signed):
 def test_8_bit_adamw_that_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr(optimizer_module, "is_torchao_available", lambda: True)
     with pytest.raises(ValueError, match="hook_offload_optimizer: false"):
-        make_optimizer(tiny_llama(), 1e-3, 0.0, (0.9, 0.999), 1e-8, is_offloaded=True, optim="adamw_torch_8bit")
+        offloaded = dataclasses.replace(CONFIG, hook_offload_optimizer=True)
+        make_optimizer(tiny_llama(), adamw(1e-3), offloaded, "adamw_torch_8bit")
     with pytest.raises(ValueError, match="--optim: found sgd, allowed: adamw_torch_fused, adamw_torch_8bit"):
-        make_optimizer(tiny_llama(), 1e-3, 0.0, (0.9, 0.999), 1e-8, optim="sgd")
+        make_optimizer(tiny_llama(), adamw(1e-3), CONFIG, "sgd")
     monkeypatch.setattr(optimizer_module, "is_torchao_available", lambda: False)
     with pytest.raises(ValueError, match="pip install torchao"):
-        make_optimizer(tiny_llama(), 1e-3, 0.0, (0.9, 0.999), 1e-8, optim="adamw_torch_8bit")
+        make_optimizer(tiny_llama(), adamw(1e-3), CONFIG, "adamw_torch_8bit")
 
 
 def test_enabling_recompute_twice_is_refused_and_once_runs_each_block_once_more():

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training.out_of_memory import first_line, is_out_of_memory
+from training.out_of_memory import first_line
 
 from ..planner.advice import next_knobs
+from ..planner.planned_step import request_of_run
 
 GIB = 2**30
 OTHERS = "gathered units, activations and temporaries"
@@ -105,19 +106,21 @@ def explain_out_of_memory(
     place: str,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    folder: Path,
     *,
-    run: tuple[Any, Any, str, int],
-    path: Path,
-    say: Callable[[str], None],
+    rank: int,
+    say: Callable[[str], object],
 ) -> list[str]:
-    """Lines on an out-of-memory error, none for any other. `run`: arguments, hook_config, script, number of ranks.
+    """Lines on an out-of-memory error of a run whose folder this is: place, what was live, the next knobs.
 
     `say` gets what is known at once; the predictions take the planner some seconds.
     """
-    if not is_out_of_memory(error):
-        return []
-    device = next(model.parameters()).device
+    device, path = next(model.parameters()).device, folder / f"out_of_memory-rank-{rank}.json"
     lines = [f"out of memory in {place} ({first_line(error)})", *describe_memory(model, optimizer, device, path)]
     traceback.clear_frames(error.__traceback__)
     say("\n".join(lines))
-    return [*lines, *(f"next: {knob}" for knob in next_knobs(place.split(":")[0], *run))]
+    try:
+        knobs = [f"next: {knob}" for knob in next_knobs(place.split(":")[0], request_of_run(folder))]
+    except (ValueError, KeyError, OSError) as problem:  # run.json could not be written, say
+        knobs = [f"next knobs are not known: {type(problem).__name__}: {problem}"]
+    return [*lines, *knobs]

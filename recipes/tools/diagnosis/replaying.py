@@ -1,31 +1,40 @@
 """A step that stopped being finite, run again from the random state it began with: at once, or from disk.
 
-    OUTPUT_DIR/non_finite/batch.json           step, the ranks' row numbers, what was found
-                          rank-R.safetensors   rank R's micro-batches and random state
-
-`--replay_batch OUTPUT_DIR/non_finite` runs all of it, `--replay_batch .../rank-1.safetensors` that rank's rows alone.
+OUTPUT_DIR/non_finite/batch.json           step, the ranks' row numbers, what was found
+                      rank-R.safetensors   rank R's micro-batches and random state
 """
 
+import argparse
+import dataclasses
+import importlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hooks.config import read_hook_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from saving.state import generator_states, set_generator_states
+from saving.folder import find_checkpoint
+from saving.resume import load_best
+from saving.state import LiveState
 from torch import nn
+from training.arguments import KINDS, FinetuneArguments, QuietParser
+from training.launch import end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
+from training.non_finite import Batch, BegunStep, Rows
+from training.optimizer import make_optimizer, prepare
+from training.progress import Progress
+from training.random_state import set_generator_states
 
+from ..planner.planned_step import request_of_run
 from .finite_hooks import Finding, find_non_finite
 
-Batch = dict[str, torch.Tensor]
-Rows = list[list[Any]]  # of each micro-batch, its rows' numbers; of a packed row, a list of its documents' numbers
 FACTS = "batch.json"
 LISTED = 16  # row numbers, and ranks that met different things
 FINITE = (
@@ -34,22 +43,8 @@ FINITE = (
 )
 
 
-@dataclass
-class Step:
-    """This rank's part of a step, as it began: what runs its micro-batches, and from which random state."""
-
-    run: Callable[[list[Batch]], torch.Tensor]
-    micro_batches: list[Batch]
-    random_state: dict[str, torch.Tensor]
-
-
-def begin_step(run: Callable[[list[Batch]], torch.Tensor], micro_batches: list[Batch], device: torch.device) -> Step:
-    """Note how a step begins, without waiting for the device."""
-    return Step(run, micro_batches, generator_states(device))
-
-
 @torch.compiler.set_stance("force_eager")  # a compiled block runs no hooks inside
-def run_again(step: Step, model: nn.Module, rows: Rows, device: torch.device) -> list[str]:
+def run_again(step: BegunStep, model: nn.Module, rows: Rows, device: torch.device) -> list[str]:
     """Run a step from its random state under hooks, without gradients from before. A collective.
 
     Returns, the same on every rank, a line per place where a value was first not finite: ranks, module or parameter,
@@ -91,7 +86,7 @@ def name_rows(finding: Finding, batch_rows: list[int], rows: Rows) -> str:
     return f" | {one_of}row{'s' if len(chosen) > 1 else ''} {text} of the data, counted from 0"
 
 
-def save_step(folder: Path, step: Step, rows: Rows, facts: dict[str, Any]) -> str:
+def save_step(folder: Path, step: BegunStep, rows: Rows, facts: dict[str, Any]) -> str:
     """Write a step to disk; returns a line on it, the same on every rank. A collective."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     rows_of_ranks, failures, failure = [None] * world_size, [None] * world_size, ""
@@ -111,59 +106,106 @@ def save_step(folder: Path, step: Step, rows: Rows, facts: dict[str, Any]) -> st
     if failure:
         return f"its rows could not be saved: {failure}"
     return (
-        f"its rows are saved: --replay_batch {folder} runs them again, with the weights that the command loads "
-        "(--resume_from_checkpoint: those of a checkpoint), and trains nothing"
+        f"its rows are saved: recipes/replay.py {folder}, launched as the run was, runs them again with the model's "
+        "weights (--resume_from_checkpoint: those of a checkpoint), and trains nothing"
     )
 
 
-def read_step(path: Path, rank: int, world_size: int) -> tuple[list[Batch], dict[str, torch.Tensor], Rows, dict]:
-    """(micro-batches of this rank, as many as on the others; random state; rows; facts) of what save_step wrote.
+@dataclass
+class SavedStep:
+    """A step from disk, for this rank: as many micro-batches as on the others."""
+
+    step: int
+    label_tokens: float  # scaled, so that each row's gradient is as it was
+    micro_batches: list[Batch]
+    random_state: dict[str, torch.Tensor]
+    rows: Rows
+
+
+def read_step(path: Path, rank: int, world_size: int) -> SavedStep:
+    """What save_step wrote, shared among the ranks of now.
 
     Raises:
-        OSError, SafetensorError, ValueError, KeyError: it is not there, or not what save_step writes.
+        ValueError: it is not there, or not what save_step writes.
     """
     path = path.parent if path.name == FACTS else path
     folder = path if path.is_dir() else path.parent
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    files = [folder / f"rank-{saved_rank}.safetensors" for saved_rank in range(facts["world_size"])]
-    files = files if path.is_dir() else [path]
     micro_batches, rows, random_state = [], [], {}
-    for turn in range(math.ceil(len(files) / world_size)):
-        file = files[(rank + turn * world_size) % len(files)]
-        parts: dict[str, Batch] = {}
-        for key, value in load_file(file).items():
-            place, name = key.split(".", 1)
-            parts.setdefault(place, {})[name] = value
-        state = parts.pop("random")
-        random_state = random_state or state
-        micro_batches += [parts[str(place)] for place in range(len(parts))]
-        rows += facts["rows"][int(file.stem.removeprefix("rank-"))]
-    return micro_batches, random_state, rows, facts
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        files = [folder / f"rank-{saved_rank}.safetensors" for saved_rank in range(facts["world_size"])]
+        files = files if path.is_dir() else [path]
+        for turn in range(math.ceil(len(files) / world_size)):
+            file = files[(rank + turn * world_size) % len(files)]
+            parts: dict[str, Batch] = {}
+            for key, value in load_file(file).items():
+                place, name = key.split(".", 1)
+                parts.setdefault(place, {})[name] = value
+            state = parts.pop("random")
+            random_state = random_state or state
+            micro_batches += [parts[str(place)] for place in range(len(parts))]
+            rows += facts["rows"][int(file.stem.removeprefix("rank-"))]
+        label_tokens = facts["label_tokens"] * world_size / facts["world_size"]
+        return SavedStep(facts["step"], label_tokens, micro_batches, random_state, rows)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: {what}. replay.py takes the folder non_finite of a run, or a file in it.") from error
 
 
-def replay(
-    path: str, accelerator: Accelerator, model: nn.Module, forward_backward: Callable[..., torch.Tensor], config: Any
-) -> str:
-    """Run a saved step under hooks with the weights of now; returns what was found. Changes no weight. A collective.
+def main() -> None:
+    """Run a saved step under hooks with the weights of now, and print what was found. Changes no weight.
 
     On another number of ranks the saved ranks' rows are shared out, and dropout draws other masks.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="OUTPUT_DIR/non_finite, or a file in it")
+    given, words = parser.parse_known_args()
+    folder = given.path if given.path.is_dir() else given.path.parent
+    with stop_together():
+        script, arguments = script_of_run(folder.parent, words)
+        config = read_hook_config(arguments.accelerate_config)
+    with stop_together():
+        accelerator = make_accelerator(config, arguments)
+    with stop_together():
+        step = read_step(given.path, accelerator.process_index, accelerator.num_processes)
+    mesh = make_device_mesh(accelerator)
+    set_seed(arguments.seed)
+    with stop_together(), one_rank_at_a_time():
+        model = script.build_model(arguments, config, accelerator, mesh)
+    with stop_together():
+        optimizer = make_optimizer(model, arguments, config)
+    model, optimizer = prepare(accelerator, model, optimizer)
+    if arguments.resume_from_checkpoint:
+        with stop_together():
+            checkpoint = find_checkpoint(arguments.resume_from_checkpoint, str(folder.parent))
+            load_best(LiveState(accelerator, model, optimizer, None, {}), checkpoint)
+    micro_batches = [{name: values.to(accelerator.device) for name, values in b.items()} for b in step.micro_batches]
+    whole_step = partial(
+        script.forward_backward,
+        accelerator,
+        model,
+        label_tokens=step.label_tokens,
+        config=config,
+        progress=Progress(),
+    )
+    lines = run_again(BegunStep(whole_step, micro_batches, step.random_state), model, step.rows, accelerator.device)
+    title = f"replay of step {step.step} ({given.path}): {'all finite' if lines == [FINITE] else 'not finite'}"
+    accelerator.print("\n- ".join([title, *lines]))
+    end(accelerator)
+
+
+def script_of_run(folder: Path, words: list[str]) -> tuple[ModuleType, FinetuneArguments]:
+    """The script that a run was started with, and its arguments with those of `words` in their place.
 
     Raises:
-        ValueError: on every rank, where one cannot read it.
+        ValueError: the folder holds no run.json of a run, or there is no such script here.
     """
-    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    failure, failures = "", [None] * world_size
+    request = request_of_run(folder)
     try:
-        micro_batches, random_state, rows, facts = read_step(Path(path), rank, world_size)
-        scaled_tokens = facts["label_tokens"] * world_size / facts["world_size"]  # each row's gradient is as it was
-        title = f"replay of step {facts['step']} ({path})"
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        failure = f"rank {rank}: {type(error).__name__}: {error}"
-    dist.all_gather_object(failures, failure)
-    if any(failures):
-        failure = next(text for text in failures if text)
-        raise ValueError(f"--replay_batch {path}: {failure}. It takes the folder non_finite of a run, or a file in it.")
-    micro_batches = [{name: values.to(device) for name, values in batch.items()} for batch in micro_batches]
-    whole_step = partial(forward_backward, accelerator, model, scaled_tokens, config)
-    lines = run_again(Step(whole_step, micro_batches, random_state), model, rows, device)
-    return "\n- ".join([f"{title}: {'all finite' if lines == [FINITE] else 'not finite'}", *lines])
+        script = importlib.import_module(Path(request.script).stem)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{folder / 'run.json'}: the run's script {request.script} is not here: {error}") from error
+    parser = QuietParser(KINDS[request.kind], allow_abbrev=False)
+    parser.set_defaults(**{**request.arguments, "resume_from_checkpoint": None, "report_to": ["none"]})
+    arguments = parser.parse(words)
+    return script, dataclasses.replace(arguments, output_dir=str(folder / "non_finite"))

@@ -1,12 +1,4 @@
-"""Write a checkpoint as a Hugging Face folder that plain transformers or peft loads.
-
-    python recipes/export.py outputs/run1/checkpoint-500 --output_dir my_model
-    python recipes/export.py outputs/lora/checkpoint-500 --output_dir merged --merge_adapter --dtype bfloat16
-
-One process on a CPU, which holds one file of --max_shard_size at a time (and a block of the model), never all weights.
-
-To copy it: the files that finetune.py names, export.py and merge_adapter.py.
-"""
+"""A checkpoint as a Hugging Face folder: what export.py does."""
 
 import argparse
 import re
@@ -21,17 +13,17 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import convert_file_size_to_int
+from hooks.dtypes import DTYPES
 from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from saving.folder import MANIFEST, check_files, read_manifest
-from saving.huggingface import save_generation_config, write_card, write_model
 from torch import nn
 from training.model import add_adapters, check_not_quantized, load_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
-from utils import DTYPES
 
+from .hf_folder import save_generation_config, write_card, write_model
 from .merge_adapter import merged_tensors
 
 NAMED_DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from saving.huggingface import INDEX, WEIGHTS
 from saving.state import checksum
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
+
+from .hf_folder import INDEX, WEIGHTS
 
 
 def merged_tensors(

@@ -4,9 +4,8 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from .planned_step import Request, make_request
+from .planned_step import Request
 from .planning import GIB, Plan, make_plan
 
 CHUNKS = "finetune_mem_limit.py"
@@ -140,12 +139,11 @@ def saving(plan: Plan, other: Plan) -> float:
     return plan.comfortable - other.comfortable
 
 
-def next_knobs(place: str, arguments: Any, hook_config: Any, script: str, num_processes: int) -> Iterator[str]:
+def next_knobs(place: str, request: Request) -> Iterator[str]:
     """What to change where memory ran out in this place, best first; of the first one what the planner predicts."""
     if place in ADVICE:
         yield ADVICE[place]
         return
-    request = make_request(arguments, hook_config, script, num_processes)
     possible = dict(changes(request))
     wanted = KNOBS.get(place, ACTIVATIONS_FIRST)
     ordered = [name for knob in wanted for name in possible if name.startswith(knob)] or [*possible]

@@ -1,14 +1,4 @@
-"""Know before you launch: memory and communication of a training step, without a GPU and without the weights.
-
-    python recipes/plan.py --model_name_or_path Qwen/Qwen3-8B --accelerate_config accelerate_configs/mem_limit.yaml \
-        --num_processes 8 --per_device_train_batch_size 1 --max_length 4096 --gpu_memory 80GiB
-    python recipes/plan.py ... --compare                 the three scenarios; names the fastest that fits
-    python recipes/plan.py ... --max max_length          the longest rows that fit (or per_device_train_batch_size)
-    python recipes/plan.py ... --script finetune_mem_limit.py --use_peft --lora_r 16
-
-Besides its own options it takes those of the script. The script's own step runs on tensors without memory behind them
-(planned_step.py), so that every key of the YAML and every argument counts as it is carried out.
-"""
+"""plan.py: the options, one plan or several, what to change where none fits."""
 
 import dataclasses
 import re
@@ -29,7 +19,6 @@ from .planned_step import Request, make_request
 from .planning import OUTSIDE_GIB, Plan, capacity_gib, make_plan, named
 from .roofline import ASSUMPTIONS, DEFAULT_GPU, GPUS
 
-SAMPLE_DIR = Path(__file__).parent / "sample"
 SCENARIOS = (
     ("default.yaml", "finetune.py"),
     ("performance.yaml", "finetune_performance.py"),
@@ -53,30 +42,30 @@ class PlanOptions:
     json: bool = field(default=False, metadata={"help": "Print one JSON object and nothing else."})
 
 
-def main() -> None:
+def main(sample_dir: Path) -> None:
     try:
-        command(sys.argv[1:])
+        command(sys.argv[1:], sample_dir)
     except (ValueError, OSError) as error:
         sys.exit(f"\nError: {error}\n")
 
 
-def command(argv: list[str]) -> None:
+def command(argv: list[str], sample_dir: Path) -> None:
     """Plan, print, and write the report."""
     parser = QuietParser(PlanOptions, allow_abbrev=False)
     options, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if problems := check_options(options):
         raise ValueError("Arguments:\n- " + "\n- ".join(problems))
     rest = without_data(rest)
-    arguments = parse_arguments(rest, SAMPLE_DIR, KINDS[options.script])
+    arguments = parse_arguments(rest, sample_dir, KINDS[options.script])
     config = read_hook_config(arguments.accelerate_config)
     request = make_request(arguments, config, options.script, options.num_processes, options.equal_lengths)
     planner = make_planner(options)
     if options.compare:
-        plans, last = compare(request, options, rest, planner)
+        plans, last = compare(request, options, rest, sample_dir, planner)
     elif options.max:
         plans, last = search(request, options.max, planner)
     else:
-        plans, last = advised(request, planner, named(request, config), sys.stderr if options.json else sys.stdout)
+        plans, last = advised(request, planner, named(request), sys.stderr if options.json else sys.stdout)
     write_report(plans, Path(options.plan_dir))
     print(as_json(plans) if options.json else last)
 
@@ -137,7 +126,11 @@ def advised(
 
 
 def compare(
-    request: Request, options: PlanOptions, rest: list[str], planner: Callable[[Request, str], Plan | None]
+    request: Request,
+    options: PlanOptions,
+    rest: list[str],
+    sample_dir: Path,
+    planner: Callable[[Request, str], Plan | None],
 ) -> tuple[list[Plan], str]:
     """The three scenarios, each YAML with its script."""
     folder = Path(request.hook_config["path"]).parent
@@ -146,7 +139,7 @@ def compare(
         if not (folder / yaml).is_file():
             raise ValueError(f"--compare: no {yaml} beside {request.hook_config['path']}")
         words = [*rest, "--accelerate_config", str(folder / yaml)]
-        arguments, config = parse_arguments(words, SAMPLE_DIR, KINDS[script]), read_hook_config(str(folder / yaml))
+        arguments, config = parse_arguments(words, sample_dir, KINDS[script]), read_hook_config(str(folder / yaml))
         one = make_request(arguments, config, script, request.num_processes, options.equal_lengths)
         requests.append((one, f"{yaml} with {script}"))
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -1,13 +1,11 @@
 """How plan.py answers: text, Markdown, JSON, and a chart of memory over one step."""
 
-import contextlib
 import dataclasses
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
-from .planning import GIB, Plan, plan_run
+from .planning import GIB, Plan
 from .roofline import ASSUMPTIONS
 
 COLOURS = ("#1b4f72", "#2e86c1", "#5dade2", "#f39c12", "#f8c471", "#a04000", "#27ae60", "#82e0aa")
@@ -153,29 +151,3 @@ def write_report(plans: list[Plan], folder: Path) -> None:
     page = "\n".join(["# Plan", "", markdown(plans[0]), table, "", "![memory](plan.png)", "", ASSUMPTIONS])
     (folder / "plan.md").write_text(page + "\n", encoding="utf-8")
     (folder / "plan.json").write_text(as_json(plans), encoding="utf-8")
-
-
-def dry_run(arguments: Any, config: Any, script: str, num_processes: int) -> str:
-    """What `finetune*.py --dry_run` prints: the plan of its own arguments, also written to --output_dir.
-
-    Raises:
-        ValueError: it cannot be planned, with the reason.
-    """
-    plan = plan_run(arguments, config, script, num_processes)
-    write_report([plan], Path(arguments.output_dir))
-    return f"{text(plan)}\nnote: {ASSUMPTIONS}\nplan: {arguments.output_dir}/plan.md"
-
-
-def plan_beside(accelerator: Any, arguments: Any, config: Any, script: str) -> None:
-    """Plan this run while it trains, so that its report can show the predicted peak beside the measured one.
-
-    On GPUs only: what a CPU run allocates is not measured, and the plan would take a core from it.
-    """
-    if accelerator.device.type == "cpu" or not accelerator.is_main_process:
-        return
-
-    def plan() -> None:
-        with contextlib.suppress(ValueError, OSError):  # the run has no need of it
-            dry_run(arguments, config, script, accelerator.num_processes)
-
-    threading.Thread(target=plan, daemon=True, name="plan").start()

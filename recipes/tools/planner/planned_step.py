@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from hooks.config import HookConfig, check_combinations
 from training.arguments import KINDS, FinetuneArguments, check_arguments
+from training.run_files import read_object
 
 
 @dataclass
@@ -85,6 +86,21 @@ def make_request(
     ranks = num_processes or config.num_processes or yaml_processes(config)
     kind = next(name for name, kind in reversed(KINDS.items()) if isinstance(arguments, kind))  # the base comes last
     return Request(script, kind, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
+
+
+def request_of_run(folder: Path) -> Request:
+    """What to trace of a run, from the run.json in its folder. Raises ValueError where that is not there or whole."""
+    facts = read_object(folder / "run.json")
+    try:
+        script, arguments = Path(facts["command"][0]).name, facts["arguments"]
+        kinds = {name: {one.name for one in dataclasses.fields(kind)} for name, kind in reversed(KINDS.items())}
+        kind = next(name for name, names in kinds.items() if names <= arguments.keys())  # the base comes last
+        keys = {name: entry["value"] for name, entry in facts["yaml"].items() if isinstance(entry, dict)}
+        ranks, path = facts["num_processes"], facts["yaml"]["path"]
+    except (KeyError, IndexError, StopIteration) as error:
+        raise ValueError(f"{folder / 'run.json'} does not say what was run ({error!r}).") from error
+    config = {"path": path, "found_by": "run.json", "origins": {}, "num_processes": ranks, **keys}
+    return Request(script, kind, arguments, config, ranks)
 
 
 def yaml_processes(config: Any) -> int:

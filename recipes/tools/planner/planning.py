@@ -3,9 +3,8 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from .planned_step import PlannedStep, Request, make_request, plan_step
+from .planned_step import PlannedStep, Request, plan_step, request_of_run
 from .roofline import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, step_seconds
 
 GIB = 2**30
@@ -57,11 +56,11 @@ class Plan:
         return self.tokens / self.seconds["step"]
 
 
-def named(request: Request, config: Any) -> str:
+def named(request: Request) -> str:
     """The plan's title."""
     a = request.arguments
     return (
-        f"{a['model_name_or_path']} | {Path(config.path).name}, {request.script}"
+        f"{a['model_name_or_path']} | {Path(request.hook_config['path']).name}, {request.script}"
         f"{', LoRA' if a['use_peft'] else ''} | {request.num_processes} ranks | "
         f"{a['per_device_train_batch_size']} x {a['max_length']} tokens x {a['gradient_accumulation_steps']}"
     )
@@ -95,10 +94,10 @@ def make_plan(
     return Plan(name, step, outside, capacity, seconds, rows * step.length, host)
 
 
-def plan_run(arguments: Any, config: Any, script: str, num_processes: int) -> Plan:
-    """The plan of a script's own arguments on this machine's GPU. Raises ValueError as make_plan does."""
-    request = make_request(arguments, config, script, num_processes)
-    return make_plan(request, named(request, config), capacity_gib())
+def plan_run(folder: Path) -> Plan:
+    """The plan of a run from its folder, on this machine's GPU. Raises ValueError as make_plan does."""
+    request = request_of_run(folder)
+    return make_plan(request, named(request), capacity_gib())
 
 
 def capacity_gib(gpu_memory: str | None = None, gpu: str | None = None) -> float | None:

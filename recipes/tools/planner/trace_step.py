@@ -23,18 +23,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hooks.activation_checkpointing import apply_activation_checkpointing, plan_activation_checkpointing
+from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig
-from hooks.wrap import apply_units, plan_units, reshard_all
+from hooks.wrap import reshard_all
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training.arguments import FinetuneArguments
 from training.chunked_loss import compute_loss_in_chunks
 from training.launch import make_device_mesh
-from training.model import add_adapters
+from training.model import add_adapters, dtype_named
 from training.optimizer import check_optimizer, local, make_optimizer
-from utils import cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+from training.progress import Progress
+from utils import precision_policies
 
 from .allocator_replay import reserved_bytes
 from .as_on_gpu import offloading_seen, on_a_gpu, stand_in, use_experts_that_can_be_faked
@@ -43,6 +44,7 @@ from .planned_arguments import notes_on, reads_documents, settle_attention, sett
 from .planned_step import PlannedStep, Request
 from .unweighted_model import leave_meta, load_without_weights
 
+PHASES = {"clipping": "clip", "the optimizer's step": "optimizer step"}  # the scripts' words -> a plan's
 TRACED_MICRO_BATCHES = 2  # the second one finds the gradients of the first; a third finds no more
 
 
@@ -143,15 +145,14 @@ def ready(request: Request) -> Iterator[Ready]:
             leave_meta(model)
         notes += use_experts_that_can_be_faked(model, config.hook_param_dtype)
         model = build(model, arguments, config, mesh, getattr(script, "LOSS_CHUNK_TOKENS", None))
-        offloads = config.hook_offload_optimizer and not config.fsdp_offload_params
-        optimizer = make_optimizer(model, 1e-5, 0.01, (0.9, 0.999), 1e-8, config.mixed_precision == "fp16", offloads)
+        optimizer = make_optimizer(model, arguments, config)
         check_optimizer(model, optimizer)
         window = min(arguments.gradient_accumulation_steps, TRACED_MICRO_BATCHES)
         batches = [make_batch(model, arguments, is_padded) for _ in range(window)]
-        run = partial(step, script, accelerator, model, optimizer, config, arguments.max_grad_norm)
-        run(batches[:1], None)
+        run = partial(step, script, accelerator, model, optimizer, config=config, max_grad_norm=arguments.max_grad_norm)
+        run(batches[:1], trace=None)
         test = partial(evaluate, script, model, arguments, is_test_padded)
-        yield Ready(model, optimizer, batches, partial(run, batches), test, size, loaded, notes)
+        yield Ready(model, optimizer, batches, lambda trace: run(batches, trace=trace), test, size, loaded, notes)
 
 
 def imported(script: str) -> Any:
@@ -165,16 +166,11 @@ def imported(script: str) -> Any:
 def build(
     model: nn.Module, arguments: FinetuneArguments, config: HookConfig, mesh: Any, chunk_tokens: int | None
 ) -> nn.Module:
-    """The scripts' order after the adapters: recompute, chunked loss, units, dtypes."""
-    recomputed = plan_activation_checkpointing(model, config)
-    units = plan_units(model, config)
-    apply_activation_checkpointing(model, recomputed, config, is_cpu=False)
+    """What the scripts do after the adapters: chunked loss, hooks."""
     if chunk_tokens is not None:
         compute_loss_in_chunks(model, chunk_tokens)
-    apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
-    cast_stored_parameters(model, config, None if arguments.dtype == "auto" else getattr(torch, arguments.dtype))
-    cast_buffers(model, config)
-    return model
+    dtype, policies = dtype_named(arguments.dtype), precision_policies(config)
+    return apply_hooks(model, plan_hooks(model, config), config, mesh, policies, frozen_dtype=dtype, is_cpu=False)
 
 
 def make_batch(
@@ -195,36 +191,44 @@ def make_batch(
     return batch
 
 
+class Marks(Progress):
+    """The loop's own marks, handed to a trace; `first`: the trace's counts after the first micro-batch."""
+
+    def __init__(self, trace: MemoryTrace | None) -> None:
+        super().__init__()
+        self.trace, self.first = trace, None
+
+    @contextlib.contextmanager
+    def mark(self, phase: str) -> Iterator[None]:
+        """Run a block of code as this phase of the trace."""
+        if self.trace is not None:
+            self.trace.mark(PHASES.get(phase, phase))
+        yield
+        if phase == "backward" and self.first is None:
+            self.first = Counter(self.trace.counts) if self.trace is not None else Counter()
+
+
 def step(
     script: Any,
     accelerator: SimpleNamespace,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    batches: list[dict[str, torch.Tensor]],
+    *,
     config: HookConfig,
     max_grad_norm: float,
-    batches: list[dict[str, torch.Tensor]],
     trace: MemoryTrace | None,
 ) -> Counter[str]:
     """An optimizer step of the script, its phases marked; returns the trace's counts after the first micro-batch."""
-    mark = trace.mark if trace is not None else lambda phase: None
-    counts = []
-
-    def backward(loss: torch.Tensor) -> None:
-        mark("backward")
-        loss.backward()
-        mark("forward")
-        counts.append(Counter(trace.counts) if trace is not None else Counter())
-
-    accelerator.backward = backward
+    marks = Marks(trace)
     tokens = sum(batch["labels"].numel() for batch in batches) * accelerator.num_processes
-    mark("forward")
-    script.forward_backward(accelerator, model, tokens, config, batches)
-    mark("clip")
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    mark("optimizer step")
-    optimizer.step()
+    script.forward_backward(accelerator, model, batches, label_tokens=tokens, config=config, progress=marks)
+    with marks.mark("clipping"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    with marks.mark("the optimizer's step"):
+        optimizer.step()
     optimizer.zero_grad()
-    return counts[0]
+    return marks.first
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 Intervals = list[tuple[float, float]]  # in order, apart from one another
 
-STEP, DATA, CLIP, OPTIMIZER = "ProfilerStep", "recipe: data", "recipe: clip", "Optimizer.step#"
-NOT_COUNTED = ("recipe: evaluate", "recipe: save", "recipe: memory")  # between two steps, and no part of either
+STEP, DATA, CLIP, OPTIMIZER = "ProfilerStep", "recipe: reading the data", "recipe: clipping", "Optimizer.step#"
+NOT_COUNTED = ("recipe: evaluation", "recipe: saving", "recipe: memory")  # between two steps, and no part of either
 COLLECTIVES = ("nccl", "rccl", "xccl", "gloo:", "mpi:")  # a device's kernels, and gloo's work on its own thread
 COPIES = ("Memcpy", "Memset")
 # Operators that hold others, or wait for a collective.
@@ -169,7 +169,7 @@ def advice(facts: Facts) -> list[str]:
     if facts.recomputed_blocks:
         found.append(
             f"{facts.recomputed_blocks} of {facts.num_blocks} blocks recompute: see what turning that off returns, and "
-            "whether it fits, with --profile_compare 5; then hook_checkpoint_every_n_blocks 2-4"
+            "whether it fits, with compare.py --steps 5; then hook_checkpoint_every_n_blocks 2-4"
         )
     if shares["exposed communication"] > COMMUNICATION_LIMIT:
         found.append(

@@ -1,4 +1,4 @@
-"""The same few steps under other settings (--profile_compare N): what recompute costs, and what coarser units return.
+"""The same few steps of a script under other settings: what recompute costs, and what coarser units return.
 
 Each setting runs in fresh processes, one started by each rank, one setting after another: the script itself, with the
 same arguments and a YAML in which one key differs, in a folder that is removed afterwards. So the run that is measured
@@ -6,8 +6,10 @@ is the real one, each begins with an empty device, and one that runs out of memo
 answer and no hang: its processes are ended. Nothing is trained that is kept.
 """
 
+import argparse
 import contextlib
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -26,16 +28,16 @@ import torch
 import torch.distributed as dist
 import yaml
 from hooks.yaml_of_run import find_launch, load_yaml
-from training.arguments import FinetuneArguments, parse_arguments
+from training.arguments import KINDS, parse_arguments
+from training.profiling import WARM_UP_STEPS
 
-WARM_UP_STEPS = 2  # the first one makes optimizer state, allocates, tunes and compiles
 POLL_S, GRACE_S = 0.1, 5.0  # a rank that failed with the others has so long to say why itself
 NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "memoryerror")
 ECHOES = ("said nothing", "Connection closed", "Connection reset", "NCCL")  # of another rank's end
 RECOMPUTE = "fsdp_activation_checkpointing"
 WITHOUT_RECOMPUTE = {RECOMPUTE: False, f"{RECOMPUTE}_offload": False, "hook_checkpoint_function": None}
 # Steps without an end, each logged, and nothing else: no evaluation, answers, checkpoints or trackers.
-OVERRIDES = "--profile_compare 0 --profile 0 --max_steps 1000000 --logging_steps 1 --eval_steps 0 --save_steps 0 "
+OVERRIDES = "--profile 0 --max_steps 1000000 --logging_steps 1 --eval_steps 0 --save_steps 0 "
 OVERRIDES += "--load_best_model_at_end false --predict_with_generate false --resume_from_checkpoint none "
 OVERRIDES += "--dataset_test_split none --report_to none"
 
@@ -77,19 +79,24 @@ class Ranks:
             time.sleep(POLL_S)
 
 
-def compare_settings(main: Callable[[], None], kind: type[FinetuneArguments], sample_dir: Path) -> None:
-    """Carry --profile_compare out and end, with status 1 if not even the run as asked could be measured.
-
-    Returns None where it is not asked for, or the arguments are wrong. `main` is the script's; call this before
-    anything touches a device.
-    """
+def main() -> None:
+    """Measure the settings and end, with status 1 if not even the run as asked could be measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="to measure, after the warm-up")
+    parser.add_argument("script", help=f"of: {', '.join(KINDS)}; its arguments follow")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    name = Path(given.script).name
+    if given.steps < 1 or name not in KINDS:
+        parser.error(f"found --steps {given.steps} and {name}, allowed: 1 or more, and {', '.join(KINDS)}")
+    script = importlib.import_module(Path(name).stem)
     try:
-        arguments = parse_arguments(sample_dir=sample_dir, kind=kind)
+        arguments = parse_arguments(given.words, sample_dir=script.SAMPLE_DIR, kind=KINDS[name])
         raw = load_yaml(find_launch(arguments.accelerate_config).path)
-    except ValueError:  # the script says what is wrong
-        return
-    if arguments.profile_compare:
-        run_settings(main, raw, Path(arguments.output_dir, "profile", "compare"), arguments.profile_compare)
+    except ValueError as error:
+        sys.exit(f"\nError: {error}\n" if os.environ.get("RANK", "0") == "0" else 1)
+    sys.argv = [given.script, *given.words]  # what each run is started with
+    run_settings(script.main, raw, Path(arguments.output_dir, "profile", "compare"), given.steps)
 
 
 def run_settings(main: Callable[[], None], raw: dict[str, Any], folder: Path, steps: int) -> None:

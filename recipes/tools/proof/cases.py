@@ -150,8 +150,12 @@ class RecordingLog:
     def say(self, text: str) -> None:
         """Nothing: the table is all that is printed."""
 
-    def write(self, step: int, values: dict) -> None:
+    def write_step(self, step: int, values: dict) -> None:
         """Keep one step's values."""
+        self.written.append(values)
+
+    def write(self, step: int, values: dict) -> None:
+        """Keep other values."""
         self.written.append(values)
 
 

@@ -1,20 +1,7 @@
-"""Prove, on a laptop's CPU, that your model trains exactly under your YAML.
-
-    python recipes/verify.py --model_name_or_path Qwen/Qwen3-8B --accelerate_config accelerate_configs/mem_limit.yaml
-    python recipes/verify.py --model_name_or_path my_folder --accelerate_config my.yaml --use_peft --json
-
-Only the model's config is read. A tiny model of the same architecture is trained for three steps by two processes with
-the recipe's hooks and loop, and compared with one process that holds it whole, in fp32: loss, every gradient, the
-norm, the weights, each step from the same weights. Prints a table; exits 1 if a check fails, naming the module that is
-first to differ, and 2 if the tiny model does not run even unsharded.
-
-To copy it: finetune.py with the files it names, architecture.py, cpu_ranks.py, exact_checks.py, exactness.py,
-shrink.py, shrink_layers.py, structure_checks.py, verify_arguments.py, verify_report.py and a YAML.
-"""
+"""All checks of one model under one YAML: what verify.py runs on its ranks, and tests on theirs."""
 
 import dataclasses
 import sys
-import types
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -23,21 +10,21 @@ import finetune
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from hooks.activation_checkpointing import (
-    apply_activation_checkpointing,
-    plan_activation_checkpointing,
-    recomputed_blocks,
-)
+from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig, read_hook_config
-from hooks.live import check_against_plan, read_units
+from hooks.dtypes import DTYPES
+from hooks.live import report_wrap
 from hooks.structure import kept_in_fp32
-from hooks.wrap import apply_units, plan_units
-from saving.checkpoint import START
+from rows.batches import Step
+from saving.folder import START
+from saving.state import LiveState
 from torch import nn
+from training.arguments import FinetuneArguments
 from training.launch import end, make_accelerator, make_device_mesh, stop_together
 from training.optimizer import make_optimizer, prepare
+from training.progress import Progress
 from transformers import HfArgumentParser, PreTrainedConfig
-from utils import DTYPES, cast_buffers, cast_stored_parameters, mixed_precision_policy, norm_precision_policy
+from utils import precision_policies
 
 from .architecture import (
     balancing_term,
@@ -122,7 +109,7 @@ def prove(arguments: VerifyArguments) -> None:
         for case in (CASES[0], *(LORA_CASES[:1] if lora else ())):
             build_case(build, case, lora)
     with stop_together():
-        accelerator = make_accelerator(exact_config(config), 1.0)
+        accelerator = make_accelerator(exact_config(config))
     checks: list[Check] = []
     try:
         for check in verify(model_config, config, accelerator, lora):
@@ -236,43 +223,31 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     """The recipe's hooks in the recipe's order, then the recipe's own training loop, every step from the weights that
     the reference has there."""
     tokens = text_tokens(model)
-    recomputed = plan_activation_checkpointing(model, config)
-    units = plan_units(model, config)
-    apply_activation_checkpointing(model, recomputed, config, is_cpu=True)
-    mesh = make_device_mesh(accelerator)
-    apply_units(model, units, config, mesh, mixed_precision_policy(config), norm_precision_policy(config))
-    cast_stored_parameters(model, config)
-    cast_buffers(model, config)
-    check_against_plan(read_units(model), units, recomputed_blocks(model), recomputed)
-    arithmetic, run = case.arithmetic, Run()
-    rate, decay, epsilon = arithmetic.learning_rate, arithmetic.weight_decay, arithmetic.adam_epsilon
-    optimizer = make_optimizer(model, rate, decay, (0.9, 0.999), epsilon)
+    plan = plan_hooks(model, config)
+    apply_hooks(model, plan, config, make_device_mesh(accelerator), precision_policies(config))
+    report_wrap(model, plan, config, is_cpu=True)  # raises where the live model is not what was planned
+    run, arithmetic, arguments = Run(), case.arithmetic, arguments_of(case)
+    optimizer = make_optimizer(model, arguments, config)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, arithmetic.last_rate, STEPS)
     model, prepared = prepare(accelerator, model, optimizer)
     follow(model, optimizer, run, expected)
     rank = accelerator.process_index
     batches = batches_of(rank, case.accumulation, tokens)
-    steps = iter([(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
+    steps = iter([Step(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
     # One evaluation in the middle, which must change nothing, and one at the end.
-    names = {"logging_steps": 1, "eval_steps": EVAL_STEPS, "save_steps": 0, "seed": SEED, "profile": 0}
-    held_out, log = held_out_of(rank, tokens), RecordingLog()
-    names |= {"on_non_finite": "stop", "output_dir": "", "max_grad_norm": arithmetic.max_grad_norm}
+    log, live = RecordingLog(), LiveState(accelerator, model, prepared, scheduler, dict(START))
     torch.manual_seed(SEED + rank)
     run.outputs.append({})
     with recorded_outputs(model, run.outputs[0]):
         finetune.train(
-            accelerator,
-            model,
-            prepared,
-            scheduler,
+            live,
             steps,
-            test_batches=held_out,
+            held_out_of(rank, tokens),
             log=log,
-            state=dict(START),
+            progress=Progress(),
             writer=None,
-            signals=[],
-            arguments=types.SimpleNamespace(**names),
-            hook_config=config,
+            arguments=arguments,
+            config=config,
         )
     trained = [values for values in log.written if "loss" in values]
     run.losses = [values["loss"] for values in trained]
@@ -281,6 +256,21 @@ def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, 
     run.weights.append({n: local(p) for n, p in model.named_parameters() if p.requires_grad})
     accelerator.free_memory()
     return run
+
+
+def arguments_of(case: Case) -> FinetuneArguments:
+    """What the script's loop reads of its arguments."""
+    arithmetic = case.arithmetic
+    return FinetuneArguments(
+        learning_rate=arithmetic.learning_rate,
+        weight_decay=arithmetic.weight_decay,
+        adam_epsilon=arithmetic.adam_epsilon,
+        max_grad_norm=arithmetic.max_grad_norm,
+        logging_steps=1,
+        eval_steps=EVAL_STEPS,
+        seed=SEED,
+        output_dir="",
+    )
 
 
 def shared_references(
@@ -328,8 +318,7 @@ def reference_of(model: nn.Module, config: HookConfig, world_size: int, case: Ca
 def unit_check(model: nn.Module, config: HookConfig, name: str) -> Iterator[Check]:
     """At least two units, the root included, unless the YAML asks for one; and a plan of what is recomputed."""
     try:
-        units = plan_units(model, config)
-        plan_activation_checkpointing(model, config)
+        units = plan_hooks(model, config).units
     except Exception as error:  # the user's own function may raise anything
         yield Check(name, False, detail=str(error) if isinstance(error, ValueError) else describe(error))
         return

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from training.run_files import write_whole
+
 from .plots import draw_comparison
-from .run_report import Run, read_run, table, verdict, write_whole
+from .run_files import Run, read_run
+from .run_report import table, verdict
 
 COMPARED = (
     "status",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training.run_files import Points, points
+from .run_files import Points, points
 
 FEW_POINTS = 40  # up to here each point gets a mark: a line through two or three does not show where they are
 LOG_SCALE_FROM = 50  # largest over smallest value from which a gradient norm is easier to read on a logarithmic axis

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from training.run_files import Points, Run, points, read_run, write_whole
+from training.run_files import write_whole
 
 from .plots import draw_run
+from .run_files import Points, Run, points, read_run
 
 GIB = 2**30
 KILLED = "running, or killed: its end was never written"
