@@ -65,6 +65,7 @@ from training.metrics import MetricsLog, StepMeter, format_line, memory
 from training.model import add_adapters, check_rows, load_model, load_tokenizer, saved_dtype
 from training.non_finite import NonFiniteSteps
 from training.optimizer import make_optimizer, make_scheduler, prepare
+from training.origin import origin_line
 from training.start_lines import start_lines
 from utils import cast_buffers, cast_stored_parameters, clip_grad_norm, mixed_precision_policy, norm_precision_policy
 
@@ -80,6 +81,8 @@ def main() -> None:
         trackers = [name for name in arguments.report_to if name != "none"] or None
         scale, output_dir = arguments.fp16_initial_scale, arguments.output_dir
         accelerator = make_accelerator(hook_config, scale, log_with=trackers, project_dir=output_dir)
+    if origin := origin_line(Path(__file__).parent):
+        accelerator.print(origin)
     is_cpu, rank, world_size = accelerator.device.type == "cpu", accelerator.process_index, accelerator.num_processes
 
     if arguments.dry_run:
