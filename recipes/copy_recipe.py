@@ -95,8 +95,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def copy(to: Path, script: str, yaml: str, with_tools: bool) -> str:
     """Make a copy; returns what to print. Raises ValueError over other files, and over a copy that differs."""
-    if RECIPES in [to.resolve(), *to.resolve().parents]:
-        raise ValueError(f"{to} lies in the recipes themselves; name a folder of your project")
+    if to.resolve() == RECIPES.parent or RECIPES in (to.resolve(), *to.resolve().parents):
+        raise ValueError(f"{to} is where the recipes themselves lie; name a folder of your project")
     new = record_now(script, yaml, with_tools)
     if (to / RECORD).exists():
         old = read_record(to)
@@ -147,9 +147,9 @@ def wanted_files(script: str, yaml: str, with_tools: bool) -> list[str]:
     """The paths of a copy's files in it. Raises ValueError for a script or a YAML that is not here."""
     scripts = [f"{name}.py" for name in SCENARIOS]
     configs = sorted(path.name for path in CONFIGS.glob("*.yaml"))
-    for name, known in ((script, scripts), (yaml, configs)):
-        if name not in known or not source(name).is_file():
-            raise ValueError(f"{name} is not in {source(name).parent}; choose from: {', '.join(known)}")
+    for name, known, folder in ((script, scripts, RECIPES), (yaml, configs, CONFIGS)):
+        if name not in known or not (folder / name).is_file():
+            raise ValueError(f"{name} is not in {folder}; choose from: {', '.join(known)}")
     left, found = {RECIPES / script}, set()
     if with_tools:
         left |= {path for path in RECIPES.glob("*.py") if path.name not in (*scripts, Path(__file__).name)}
@@ -231,7 +231,8 @@ def stop_at_other_files(to: Path, old: Hashes, new: Hashes) -> None:
     others = []
     for place in sorted({name if (top := Path(name).parts[0]) in our_folders else top for name in {*new} - {*old}}):
         files = [path for path in (to / place, *(to / place).rglob("*")) if path.is_file() or path.is_symlink()]
-        if any(path.suffix != ".pyc" and sha256(path) not in ours for path in files):
+        is_folder = place in new and (to / place).is_dir()
+        if is_folder or any(path.suffix != ".pyc" and sha256(path) not in ours for path in files):
             others.append(f"{place}/" if (to / place).is_dir() else place)
     if others:
         raise ValueError(f"{to} has its own {', '.join(others)}; nothing was written: name a new folder, or move them")
@@ -285,8 +286,11 @@ def read_record(to: Path) -> Record:
     if not (to / RECORD).is_file():
         raise ValueError(f"{to} holds no copy (no {RECORD}); to make one: copy_recipe.py SCRIPT {to}")
     try:
-        return Record(**json.loads((to / RECORD).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        record = Record(**json.loads((to / RECORD).read_text(encoding="utf-8")))
+        if outside := [name for name, _ in record.files.items() if name[:1] == "/" or ".." in Path(name).parts]:
+            raise ValueError(f"it names {outside[0]}")
+        return record
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{to / RECORD} is damaged ({error}); restore it, or copy into a new folder") from error
 
 

@@ -1,6 +1,8 @@
 """copy_recipe.py: a copy runs in a project of the same names, loses no edit, and follows the recipes."""
 
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -36,7 +38,7 @@ def to(clone):
 
 def command(clone, *arguments, **variables):
     words = [sys.executable, str(clone / "copy_recipe.py"), *map(str, arguments)]
-    return run(words, cwd=clone.parents[1], **variables)
+    return run(words, cwd=clone.parents[1], GIT_CONFIG_GLOBAL=os.devnull, **variables)
 
 
 def copied(clone, *arguments, **variables):
@@ -71,8 +73,9 @@ def edit(path, old, new):
 
 
 def git(folder, *arguments):
-    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "protocol.file.allow=always"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    command = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c", "-C", str(folder), *arguments]
+    own = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
     return done.stdout.strip()
 
 
@@ -342,13 +345,19 @@ def test_origin_line_is_for_copies_alone_and_a_damaged_record_ends_no_run(tmp_pa
 def test_wrong_commands_are_one_line_that_names_what_is_allowed(clone, to, tmp_path):
     assert "finetune_performance.py" in refused(clone, "finetune_mem", tmp_path / "x")
     assert "performance.yaml" in refused(clone, "finetune", tmp_path / "x", "--yaml", "fast")
-    assert "name a folder of your project" in refused(clone, "finetune", clone / "tools" / "x")
+    for place in (clone.parent, clone, clone / "tools" / "x"):
+        assert "name a folder of your project" in refused(clone, "finetune", place)
     for option in ("--status", "--update"):
         assert "holds no copy" in refused(clone, option, tmp_path)
     (to / "file").write_text("")
     assert str(to / "file") in refused(clone, "finetune", to / "file")
-    (to / RECORD).write_text("{")
-    assert f"{to / RECORD} is damaged" in refused(clone, "--update", to)
+    (tmp_path / "precious").write_text("")
+    outside = {"../precious": hashlib.sha256(b"").hexdigest()}
+    record = json.loads((to / RECORD).read_text())
+    for text in ("{", "[]", json.dumps({**record, "files": []}), json.dumps({**record, "files": outside})):
+        (to / RECORD).write_text(text)
+        assert f"{to / RECORD} is damaged" in refused(clone, "--update", to)
+    assert (tmp_path / "precious").exists()
     (clone / "utils.py").write_text("def\n")
     assert "utils.py, line 1" in refused(clone, "finetune", tmp_path / "x")
     assert not (tmp_path / "x").exists()
