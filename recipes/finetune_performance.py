@@ -58,6 +58,7 @@ from training.metrics import MetricsLog, StepMeter, memory
 from training.model import add_adapters, check_architecture, check_rows, dtype_named, load_model, load_tokenizer
 from training.non_finite import NonFiniteSteps
 from training.optimizer import make_optimizer, make_scheduler, prepare
+from training.origin import origin_line
 from training.profiling import StepProfiler
 from training.progress import Progress, follow_blocks
 from training.start_lines import start_lines
@@ -75,6 +76,8 @@ def main() -> None:
     with stop_together():
         accelerator = make_accelerator(config, arguments)
         check_kernels(arguments, accelerator.device)
+    if origin := origin_line(Path(__file__).parent):
+        accelerator.print(origin)
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
