@@ -11,7 +11,8 @@ from jinja2 import TemplateError
 from tokenizers.processors import PostProcessor
 from transformers import PreTrainedTokenizerBase
 
-from .chat import Example, Spans, end_tokens, render, special_tokens, template_text
+from .chat import Spans, end_tokens, render, special_tokens, template_text
+from .formats import Example
 
 IGNORE_INDEX = -100  # what torch's cross-entropy leaves out
 
@@ -151,7 +152,7 @@ def label_tokens(
 
 
 def fit(
-    ids: list[int], labels: list[int], max_length: int, truncation_mode: str, is_text: bool, bos_token_id: int | None
+    ids: list[int], labels: list[int], max_length: int, truncation_mode: str, *, is_text: bool, bos_token_id: int | None
 ) -> Iterator[Part]:
     """Yield a row as it is, or cut to max_length as truncation_mode says; the state says what was done.
 

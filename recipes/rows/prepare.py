@@ -64,7 +64,9 @@ def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
         test_set = test_set if len(test_set) else None
     else:
         weights, percentage = arguments.dataset_weights, arguments.validation_split_percentage
-        train_set, test_set = load_rows(names, *splits, weights, percentage, arguments.seed)
+        train_set, test_set = load_rows(
+            names, *splits, weights=weights, validation_percentage=percentage, seed=arguments.seed
+        )
     missing = missing_columns(train_set, columns)
     if missing and not arguments.streaming:
         raise ValueError(f"--dataset_columns {arguments.dataset_columns}: no row has the column {missing}")

@@ -15,8 +15,9 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, l
 from datasets.fingerprint import Hasher
 from filelock import FileLock
 
-from .files import PROBLEM, READER_VERSION, ROW, WHERE, all_rows, digest_of, record_of, without_filled_in
+from .files import READER_VERSION, all_rows, digest_of, record_of
 from .folders import DATA_FILES, files_by_split, find_split, ignored_files, is_saved
+from .formats import PROBLEM, ROW, WHERE, without_filled_in
 
 LARGEST_WEIGHT = 1000
 BATCH = 1000  # rows of a saved data set made into records at a time
@@ -29,6 +30,7 @@ def load_rows(
     names: list[str],
     train_split: str,
     test_split: str,
+    *,
     weights: list[float] | None = None,
     validation_percentage: float = 0.0,
     seed: int = 0,

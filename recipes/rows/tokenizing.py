@@ -76,12 +76,13 @@ def tokenize_rows(
             ),
             desc=f"tokenising {which} rows",
         )
-    return judge(made, which, max_length, len(rows), skip_bad_rows, allow_lost_rows)
+    return judge(made, which, max_length, num_rows=len(rows), skip_bad=skip_bad_rows, allow_lost=allow_lost_rows)
 
 
 def tokenize_window(
     records: list[dict[str, Any]],
     first_index: int,
+    *,
     tokenizer: PreTrainedTokenizerBase,
     columns: dict[str, str],
     options: tuple[int, str, bool, bool, bool],
@@ -108,7 +109,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def judge(
-    made: Dataset, which: str, max_length: int, num_rows: int, skip_bad: bool, allow_lost: bool
+    made: Dataset, which: str, max_length: int, *, num_rows: int, skip_bad: bool, allow_lost: bool
 ) -> tuple[Dataset, str]:
     """Keep what can be learnt, say what happened to the rest, and stop where it is too much."""
     states = made["state"][:]
@@ -192,7 +193,8 @@ def tokenize_batch(
         ids, labels, notes = result
         notes += f" {row_format.replace('/', '+')}"
         is_whole = row_format == "text" or not (assistant_only if example.messages else completion_only)
-        for *part, state in fit(ids, labels, max_length, truncation_mode, is_whole, tokenizer.bos_token_id):
+        begin = tokenizer.bos_token_id
+        for *part, state in fit(ids, labels, max_length, truncation_mode, is_text=is_whole, bos_token_id=begin):
             add(*part, state + notes)
     return out
 

@@ -78,7 +78,8 @@ def micro_batch_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """losses.micro_batch_loss for a model of compute_loss_in_chunks."""
     outputs = model(**batch)
-    return share_of_step(model, outputs, outputs.loss, batch["labels"], step_label_tokens, world_size)
+    sizes = {"step_label_tokens": step_label_tokens, "world_size": world_size}
+    return share_of_step(model, outputs, outputs.loss, batch["labels"], **sizes)
 
 
 class HeadAlone:

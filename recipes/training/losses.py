@@ -38,7 +38,8 @@ def micro_batch_loss(
     """
     outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
     loss_sum = token_loss_sum(outputs.logits, batch["labels"])
-    return share_of_step(model, outputs, loss_sum, batch["labels"], step_label_tokens, world_size)
+    sizes = {"step_label_tokens": step_label_tokens, "world_size": world_size}
+    return share_of_step(model, outputs, loss_sum, batch["labels"], **sizes)
 
 
 def share_of_step(
@@ -46,6 +47,7 @@ def share_of_step(
     outputs: Any,
     loss_sum: torch.Tensor,
     labels: torch.Tensor,
+    *,
     step_label_tokens: int | torch.Tensor,
     world_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:

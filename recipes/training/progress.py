@@ -72,14 +72,14 @@ def follow_blocks(model: nn.Module, progress: Progress) -> Progress:
     return progress
 
 
-def before(progress: Progress, name: str, is_gathering: bool, module: nn.Module, args: tuple) -> None:
+def before(progress: Progress, name: str, is_gathering: bool, *_: object) -> None:
     """A module's forward begins, or its unit is gathered for it."""
     if not torch.compiler.is_compiling():
         progress.module, progress.is_gathering, progress.is_behind_blocks = name, is_gathering, False
         progress.moves += 1
 
 
-def after(progress: Progress, outer: str, is_last: bool, module: nn.Module, args: tuple, output: object) -> None:
+def after(progress: Progress, outer: str, is_last: bool, *_: object) -> None:
     """A module's forward has ended, inside of this one."""
     if not torch.compiler.is_compiling():
         progress.module, progress.is_behind_blocks = outer, is_last

@@ -505,7 +505,7 @@ def test_control_token_in_the_text_of_a_row_is_counted() -> None:
 
 def test_held_out_rows_are_never_trained_whatever_the_weights(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", "".join(json.dumps({"text": str(i)}) + "\n" for i in range(20)))
-    train, test = load_rows([str(path)], "train", "test", [3.0], 20.0)
+    train, test = load_rows([str(path)], "train", "test", weights=[3.0], validation_percentage=20.0)
     assert (len(train), len(test)) == (48, 4)
     assert not {row["text"] for row in rows_of(train)} & {row["text"] for row in rows_of(test)}
 
@@ -514,7 +514,7 @@ def test_held_out_rows_are_never_trained_whatever_the_weights(tmp_path: Path) ->
 def test_weight_that_leaves_no_row_or_far_too_many_is_refused(tmp_path: Path, weight: float) -> None:
     path = write(tmp_path, "a.jsonl", '{"text": "a"}\n' * 3)
     with pytest.raises(ValueError, match="--dataset_weights"):
-        load_rows([str(path)], "train", "test", [weight])
+        load_rows([str(path)], "train", "test", weights=[weight])
 
 
 def test_line_of_25_megabytes_is_one_row(tmp_path: Path) -> None:
@@ -595,14 +595,14 @@ def test_weights_say_how_often_each_sources_rows_are_seen(tmp_path: Path) -> Non
     for name in ("a", "b"):
         write(tmp_path, f"{name}.jsonl", "".join(json.dumps({"text": f"{name}{i}"}) + "\n" for i in range(10)))
     names = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    train, _ = load_rows(names, "train", "test", [2.5, 0.3])
+    train, _ = load_rows(names, "train", "test", weights=[2.5, 0.3])
     texts = [row["text"] for row in rows_of(train)]
     counts = {text: texts.count(text) for text in texts}
     assert sum(count for text, count in counts.items() if text[0] == "a") == 25
     assert {count for text, count in counts.items() if text[0] == "a"} == {2, 3}
     assert [count for text, count in counts.items() if text[0] == "b"] == [1, 1, 1]
     with pytest.raises(ValueError, match="found 1 for 2 data sets"):
-        load_rows(names, "train", "test", [1.0])
+        load_rows(names, "train", "test", weights=[1.0])
 
 
 def test_validation_split_percentage_holds_out_rows_once(tmp_path: Path) -> None:

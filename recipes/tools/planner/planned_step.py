@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 from hooks.config import HookConfig, check_combinations
-from training.arguments import KINDS, FinetuneArguments, check_arguments
+from training.argument_checks import check_arguments
+from training.arguments import KINDS, FinetuneArguments
 from training.run_files import read_object
 
 
