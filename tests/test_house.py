@@ -22,7 +22,8 @@ MAY_IMPORT = {  # whoever stands here imports only these of ours
     "commands": {"tools", "training"},
     "sample": {"hooks"},
 }
-LINES = {"all": 11_000, "core without rows": 3_500, "core": 5_600, "rows": 2_100}
+# The goals are 11,000, 3,500, 5,600 and 2,100; until they are met, nothing grows.
+LINES = {"all": 14_500, "core without rows": 4_950, "core": 7_300, "rows": 2_350}
 
 
 def files() -> list[str]:

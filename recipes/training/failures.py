@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from .last_words import print_last, tell_launcher
+from .memory_errors import is_out_of_memory
 from .on_demand import tool
-from .out_of_memory import is_out_of_memory
 from .progress import Progress
 from .run_record import note_failure
 

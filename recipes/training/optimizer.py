@@ -15,7 +15,7 @@ from transformers import get_scheduler
 from transformers.utils import is_torchao_available
 
 from .arguments import FinetuneArguments
-from .weight_checks import FirstStepCheck, low_precision_line
+from .on_demand import tool
 
 Visiting = list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]  # state, name, where the tensor lies at home
 
@@ -91,10 +91,9 @@ def prepare(
     for group, parameters in zip(optimizer.param_groups, held):
         group["params"] = parameters
     check_optimizer(model, optimizer)
-    if line := low_precision_line(model, optimizer):
-        accelerator.print(line)
-    if accelerator.is_main_process:
-        FirstStepCheck(model, optimizer)
+    checks = tool("diagnosis.weight_checks", "note on weights that do not move", accelerator.print)
+    if checks is not None:
+        checks.watch_first_step(accelerator, model, optimizer)
     return model, prepared
 
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from in_process import finetune_in_process
 from launching import CONFIGS, PLAIN_ARITHMETIC, RECIPES, run, small_model
+from tools.diagnosis.weight_checks import FirstStepCheck, low_precision_line
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from training.loss_watch import SPIKES, WINDOW, LossWatch
 from training.start_lines import emulation_line, start_lines
-from training.weight_checks import FirstStepCheck, low_precision_line
 from transformers import get_scheduler
 
 SAMPLE = RECIPES / "sample"

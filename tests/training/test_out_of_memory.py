@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from cells import check_cell
 from launching import accelerate_launch
-from training.out_of_memory import SentInStep, SmallerMicroBatches, filler, is_out_of_memory
+from training.memory_errors import is_out_of_memory
+from training.out_of_memory import SentInStep, SmallerMicroBatches, filler
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training.out_of_memory import first_line
+from training.memory_errors import first_line
 
 from ..planner.advice import next_knobs
 from ..planner.planned_step import request_of_run

@@ -4,12 +4,21 @@ import math
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 SAMPLE = 4096  # values of a shard, from its largest gradient on: a copy of them all would be one more copy of the model
 NAMED = 5
+
+
+def watch_first_step(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Print what is kept in too few bits to be trained, and have the first step checked."""
+    if line := low_precision_line(model, optimizer):
+        accelerator.print(line)
+    if accelerator.is_main_process:
+        FirstStepCheck(model, optimizer)
 
 
 def low_precision_line(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
