@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -60,6 +61,15 @@ def small_model() -> Path:
     assert config["num_hidden_layers"] == 6 and len(weights) - len(kept) == 3 * 9
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def content_hash(path: Path) -> str:
+    """Of a file's bytes; of a safetensors file of what it says, since its header holds the metadata in any order."""
+    data = path.read_bytes()
+    if path.suffix == ".safetensors":
+        end = 8 + int.from_bytes(data[:8], "little")
+        data = json.dumps(json.loads(data[8:end]), sort_keys=True).encode() + data[end:]
+    return hashlib.sha256(data).hexdigest()
 
 
 class Patience:

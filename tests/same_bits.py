@@ -8,7 +8,6 @@ manifests (which hold every file's hash) and the exported files. Processors add 
 on this one; the other side's results are kept in outputs/same_bits.
 """
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from launching import ROOT, accelerate_launch, part_of_sample
+from launching import ROOT, accelerate_launch, content_hash, part_of_sample
 from tqdm import tqdm
 
 SCENARIOS = {"finetune": "default", "finetune_performance": "performance", "finetune_mem_limit": "mem_limit"}
@@ -73,9 +72,11 @@ def written(folder: Path) -> dict[str, object]:
     }
     for path in sorted(folder.glob("checkpoint-*/manifest.json")):
         manifest = json.loads(path.read_text())
-        found[f"{path.parent.name}/{path.name}"] = {k: v for k, v in manifest.items() if k != "arguments"}
+        kept = {name: value for name, value in manifest.items() if name != "arguments"}
+        kept["files"] = {name: content_hash(path.parent / name) for name in sorted(manifest["files"])}
+        found[f"{path.parent.name}/{path.name}"] = kept
     for file in sorted((folder / "model").iterdir()):
-        found[f"model/{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        found[f"model/{file.name}"] = content_hash(file)
     assert len(found) > 8 and sum("loss" in row for row in rows) == 6
     return found
 

@@ -4,9 +4,10 @@ import difflib
 import json
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from copy import copy
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import yaml
 from transformers import HfArgumentParser
@@ -32,18 +33,28 @@ IN_THE_YAML = {  # arguments of TrainingArguments whose place here is the Accele
 
 
 @dataclass
-class FinetuneArguments:
-    """Fine-tune a causal language model with FSDP2."""
+class FileArguments:
+    """files"""
 
     config: str | None = field(default=None, metadata={"help": "YAML or JSON file of these arguments (as in TRL)."})
     accelerate_config: str | None = field(default=None, metadata={"help": "The Accelerate YAML, under torchrun."})
-    # model
+
+
+@dataclass
+class ModelArguments:
+    """model"""
+
     model_name_or_path: str | None = field(default=None, metadata={"help": "Local folder or hub name."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository brings."})
     attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2, ..."})
     dtype: str = field(default="auto", metadata={"help": "Frozen weights and export; auto: as the YAML, as saved."})
-    # data
+
+
+@dataclass
+class DataArguments:
+    """data"""
+
     dataset_name: str | None = field(
         default=None, metadata={"help": "File, folder of files or hub name; several with commas between them."}
     )
@@ -75,7 +86,12 @@ class FinetuneArguments:
     )
     preview: int = field(default=0, metadata={"help": "Print so many rows, what is learnt marked, and exit."})
     dataloader_num_workers: int = 0
-    # adapters
+
+
+@dataclass
+class AdapterArguments:
+    """adapters"""
+
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters on a frozen model."})
     lora_r: int = 16
     lora_alpha: int = 32
@@ -83,11 +99,14 @@ class FinetuneArguments:
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"], metadata={"help": "Module names, or all-linear (the head excluded)."}
     )
-    # training
-    output_dir: str = "outputs/finetune"
+
+
+@dataclass
+class LoopArguments:
+    """training"""
+
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Rows per process per forward."})
     gradient_accumulation_steps: int = field(default=8, metadata={"help": "Micro-batches per optimizer step."})
-    per_device_eval_batch_size: int = 8
     num_train_epochs: float = 3.0
     max_steps: int = field(default=-1, metadata={"help": "Optimizer steps; overrides num_train_epochs if positive."})
     learning_rate: float = 2e-5
@@ -106,15 +125,25 @@ class FinetuneArguments:
     hang_timeout: float = field(
         default=500.0, metadata={"help": "Seconds after which ranks that wait for one another end the run (0: never)."}
     )
-    # evaluation and what is written
+
+
+@dataclass
+class EvaluationArguments:
+    """evaluation"""
+
+    per_device_eval_batch_size: int = 8
     eval_steps: int = field(default=0, metadata={"help": "Evaluate every so many steps (0: before and after only)."})
     predict_with_generate: bool = field(
         default=False, metadata={"help": "Answer the test prompts before and after training and count exact matches."}
     )
     max_new_tokens: int = field(default=64, metadata={"help": "Longest answer under predict_with_generate."})
-    logging_steps: int = 10
-    profile: int = field(default=0, metadata={"help": "Record so many steps: where their time goes, what to try."})
-    report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata={"help": "Trackers, or none."})
+
+
+@dataclass
+class SavingArguments:
+    """saving"""
+
+    output_dir: str = "outputs/finetune"
     save_steps: int = field(default=0, metadata={"help": "Checkpoint every so many steps (0: none)."})
     save_total_limit: int | None = field(default=None, metadata={"help": "Checkpoints to keep."})
     load_best_model_at_end: bool = field(
@@ -124,6 +153,29 @@ class FinetuneArguments:
     on_save_error: str = field(default="stop", metadata={"help": "stop, or continue without that checkpoint."})
     resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint folder, or latest."})
     check_hashes: bool = field(default=False, metadata={"help": "Read all files of the checkpoint before loading it."})
+
+
+@dataclass
+class LoggingArguments:
+    """logging"""
+
+    logging_steps: int = 10
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata={"help": "Trackers, or none."})
+    profile: int = field(default=0, metadata={"help": "Record so many steps: where their time goes, what to try."})
+
+
+@dataclass
+class FinetuneArguments(  # a dataclass takes the fields of its last base first
+    LoggingArguments,
+    SavingArguments,
+    EvaluationArguments,
+    LoopArguments,
+    AdapterArguments,
+    DataArguments,
+    ModelArguments,
+    FileArguments,
+):
+    """Fine-tune a causal language model with FSDP2."""
 
 
 @dataclass
@@ -195,10 +247,23 @@ def parse_arguments(
 class QuietParser(HfArgumentParser):
     """Raises what argparse would print on every rank before exiting; --help is printed once."""
 
+    def __init__(self, kind: type[Any], **kwargs: Any) -> None:
+        super().__init__(kind, **kwargs)
+        self.kind = kind
+
     def print_help(self, file: TextIO | None = None) -> None:
-        """Print on rank 0 alone."""
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
+        """Print on rank 0 alone, the script's arguments by what they are about."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        if not issubclass(self.kind, FinetuneArguments):
+            return super().print_help(file)
+        named: dict[str, list[tuple[str, type, Field]]] = {}
+        groups = {one.name: group.__doc__ for group in FinetuneArguments.__bases__ for one in fields(group)}
+        for one in fields(self.kind):
+            named.setdefault(groups.get(one.name, "this script"), []).append((one.name, one.type, copy(one)))
+        kinds = [make_dataclass("Group", own, namespace={"_argument_group_name": name}) for name, own in named.items()]
+        usage = f"{self.prog} [ARGUMENTS.yaml] [--ARGUMENT VALUE ...]"
+        HfArgumentParser(kinds, usage=usage, description=self.kind.__doc__).print_help(file)
 
     def error(self, message: str) -> None:
         """Raise ValueError with argparse's message."""
