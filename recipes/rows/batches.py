@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -19,6 +19,13 @@ ROWS_PER_GROUP = 64  # of similar length that follow one another; a constant, so
 START = {"epoch": 0, "rows_seen": 0}
 
 
+class BatchSizes(Protocol):
+    """What a share needs of the script's arguments."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+
+
 @dataclass(frozen=True)
 class Share:
     """Which rows of each step a rank takes."""
@@ -29,7 +36,7 @@ class Share:
     world_size: int
 
     @classmethod
-    def of(cls, arguments: Any, rank: int, world_size: int) -> "Share":
+    def of(cls, arguments: BatchSizes, rank: int, world_size: int) -> "Share":
         """A rank's share under the script's arguments."""
         return cls(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, rank, world_size)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,32 @@ from .streaming import Stream, stream_steps
 from .tokenizing import MAX_LOST, Questions, prompts_and_answers, tokenize_rows, tokenize_window
 
 FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the format and what is learnt
+
+
+class DataArguments(Protocol):
+    """What is read of the script's arguments."""
+
+    dataset_name: str
+    dataset_weights: list[float] | None
+    dataset_columns: str | None
+    dataset_train_split: str
+    dataset_test_split: str
+    validation_split_percentage: float
+    streaming: bool
+    dataset_num_proc: int | None
+    dataloader_num_workers: int
+    max_length: int
+    truncation_mode: str
+    packing: bool
+    group_by_length: bool
+    assistant_only_loss: bool
+    completion_only_loss: bool
+    mask_history: bool
+    skip_bad_rows: bool
+    allow_lost_rows: bool
+    predict_with_generate: bool
+    load_best_model_at_end: bool
+    seed: int
 
 
 @dataclass
@@ -37,7 +63,9 @@ class Data:
         self.train, line = pack_rows(self.train.to_list(), max_length)
         self.lines.append(line)
 
-    def steps(self, arguments: Any, share: Share, position: dict[str, int], pad_token_id: int) -> Iterator[Step]:
+    def steps(
+        self, arguments: DataArguments, share: Share, position: dict[str, int], pad_token_id: int
+    ) -> Iterator[Step]:
         """This rank's optimizer steps from a position on, without end."""
         order = {"seed": arguments.seed, "pad_token_id": pad_token_id}
         if self.stream is not None:
@@ -46,7 +74,7 @@ class Data:
         return training_steps(self.train, share, position, num_workers=workers, group_by_length=is_grouped, **order)
 
 
-def prepare_data(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
+def prepare_data(arguments: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Load and tokenise what the arguments name.
 
     Raises:

@@ -1,7 +1,6 @@
 """Faster code for what a block computes: flash attention, Liger's kernels, torch.compile."""
 
 import contextlib
-from typing import Any
 
 import torch
 from hooks.structure import find_blocks
@@ -9,12 +8,13 @@ from torch import nn
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_flash_attn_2_available, is_liger_kernel_available
 
+from .arguments import PerformanceArguments
 from .on_demand import tool
 
 NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # the loss is ours: exact per label token
 
 
-def check_kernels(arguments: Any, device: torch.device) -> None:
+def check_kernels(arguments: PerformanceArguments, device: torch.device) -> None:
     """Raise ValueError where what the arguments ask for cannot run."""
     if arguments.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError("--use_liger_kernel: liger-kernel is not installed (pip install liger-kernel).")
@@ -22,7 +22,7 @@ def check_kernels(arguments: Any, device: torch.device) -> None:
         raise ValueError("--use_liger_kernel: its kernels are written in Triton and need a GPU; leave it out on a CPU.")
 
 
-def use_kernels(model: nn.Module, arguments: Any, compute_dtype: str) -> list[str]:
+def use_kernels(model: nn.Module, arguments: PerformanceArguments, compute_dtype: str) -> list[str]:
     """Flash attention where packed rows can use it, Liger's kernels where asked for; returns what was done, in lines.
 
     Call after loading and before adapters. Flash attention of variable length reads the documents off the positions,

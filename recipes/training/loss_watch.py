@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+
+from hooks.config import HookConfig
 
 WINDOW = 50  # optimizer steps
 ENOUGH = 20  # steps before one is judged
@@ -28,7 +29,7 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
 class LossWatch:
     """Watches the loss of each step over the last WINDOW steps."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: HookConfig) -> None:
         norms = config.hook_norm_dtype or config.hook_param_dtype
         steps = ["hook_norm_dtype: fp32"] if norms != "fp32" else []
         steps += ["a lower --learning_rate or --max_grad_norm"]

@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
+from hooks.config import HookConfig
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from tqdm import tqdm
 
+from .arguments import FinetuneArguments
 from .run_files import read_metrics, write_whole
 from .run_record import RunRecord, run_facts
 
@@ -119,7 +121,7 @@ class MetricsLog:
             kept = [row for row in read_metrics(self.path) if row["step"] <= first_step] if first_step else []
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # later steps run again
 
-    def start(self, arguments: Any, config: Any, lines: list[str]) -> None:
+    def start(self, arguments: FinetuneArguments, config: HookConfig, lines: list[str]) -> None:
         """Print what the run is, write run.json and open the trackers; however the run ends now, it leaves a report."""
         self.say("\n".join(lines))
         self.accelerator.init_trackers(self.path.parent.name)

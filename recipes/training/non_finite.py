@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from hooks.config import HookConfig
 from torch import nn
 
+from .arguments import FinetuneArguments
 from .launch import stop_together
 from .on_demand import tool
 from .random_state import generator_states
@@ -42,7 +44,12 @@ class NonFiniteSteps:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, arguments: Any, config: Any, say: Callable[[str], None]
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        arguments: FinetuneArguments,
+        config: HookConfig,
+        say: Callable[[str], None],
     ) -> None:
         self.accelerator, self.model, self.say = accelerator, model, say
         self.skips, self.seed, self.dtype = arguments.on_non_finite == "skip", arguments.seed, config.hook_param_dtype

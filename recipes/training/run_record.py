@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hooks.config import HookConfig
 
+from .arguments import FinetuneArguments
 from .on_demand import tool
 from .run_files import read_object, write_whole
 
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
 
 
-def run_facts(arguments: Any, config: Any, device: torch.device) -> dict[str, Any]:
+def run_facts(arguments: FinetuneArguments, config: HookConfig, device: torch.device) -> dict[str, Any]:
     """The command, arguments with their defaults, a HookConfig's keys with their origins, versions, device."""
     keys = {key: {"value": getattr(config, key), "origin": origin} for key, origin in config.origins.items()}
     defaults = {

@@ -1,7 +1,5 @@
 """What a run is, in the lines that it prints before its first step."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -9,9 +7,11 @@ from hooks.config import HookConfig
 from hooks.dtypes import DTYPES, EMULATED, cost_beside_fp32
 from torch.optim.lr_scheduler import LRScheduler
 
+from .arguments import FinetuneArguments
+
 
 def start_lines(
-    config: HookConfig, arguments: Any, accelerator: Accelerator, scheduler: LRScheduler, total_steps: int
+    config: HookConfig, arguments: FinetuneArguments, accelerator: Accelerator, scheduler: LRScheduler, total_steps: int
 ) -> list[str]:
     """Where the YAML came from, ranks, every dtype, batch arithmetic; a compute dtype that is emulated, and a schedule
     that is at its end."""

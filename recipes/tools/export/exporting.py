@@ -111,7 +111,7 @@ def write_folder(
     checkpoint: Path,
     manifest: dict[str, Any],
     model: nn.Module,
-    run: Any,
+    run: SimpleNamespace,
     folder: Path,
     *,
     merge_adapter: bool,
@@ -135,7 +135,7 @@ def write_folder(
     write_card(checkpoint, manifest, run, folder)
 
 
-def meta_model(run: Any) -> nn.Module:
+def meta_model(run: SimpleNamespace) -> nn.Module:
     """The base model of a run without its weights."""
     source = {"revision": run.model_revision, "trust_remote_code": run.trust_remote_code}
     try:
@@ -190,7 +190,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def export_adapter(checkpoint: Path, model: nn.Module, run: Any, folder: Path) -> None:
+def export_adapter(checkpoint: Path, model: nn.Module, run: SimpleNamespace, folder: Path) -> None:
     """adapter_model.safetensors and adapter_config.json, as peft reads them."""
     adapted = add_adapters(model, run)
     adapted.save_pretrained(folder, state_dict=read_all(checkpoint / "model"))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def write_model(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, limit
         (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
-def save_generation_config(run: Any, folder: Path) -> None:
+def save_generation_config(run: SimpleNamespace, folder: Path) -> None:
     """The base model's generation config, where it has one."""
     try:
         config = GenerationConfig.from_pretrained(run.model_name_or_path, revision=run.model_revision)
@@ -51,7 +52,7 @@ def save_generation_config(run: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def write_card(checkpoint: Path, manifest: dict[str, Any], run: Any, folder: Path) -> None:
+def write_card(checkpoint: Path, manifest: dict[str, Any], run: SimpleNamespace, folder: Path) -> None:
     """README.md: base model, data, arguments and what was measured."""
     data = ModelCardData(base_model=run.model_name_or_path, library_name="peft" if run.use_peft else "transformers")
     facts = {name: manifest[name] for name in ("step", "epoch", "tokens_seen", "eval_loss") if name in manifest}

@@ -6,7 +6,7 @@ R rank of the adapter; a linear layer's weight is (out, in).
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from .hf_folder import INDEX, WEIGHTS
 
 
 def merged_tensors(
-    adapter: dict[str, torch.Tensor], model: nn.Module, run: Any, frozen: dict[str, int]
+    adapter: dict[str, torch.Tensor], model: nn.Module, run: SimpleNamespace, frozen: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The base model's weights, file by file, with the adapter added: W + lora_alpha / lora_r * B A, in fp32.
 
@@ -71,7 +71,7 @@ def names_on_disk(model: nn.Module, files: list[Path]) -> dict[str, str]:
     return names
 
 
-def check_base(run: Any, files: list[Path], names: dict[str, str], frozen: dict[str, int]) -> None:
+def check_base(run: SimpleNamespace, files: list[Path], names: dict[str, str], frozen: dict[str, int]) -> None:
     """Raise ValueError where the base's weights are not those that were frozen in the run."""
     (dtype, expected), *others = frozen.items()
     if others:
@@ -89,7 +89,7 @@ def check_base(run: Any, files: list[Path], names: dict[str, str], frozen: dict[
         )
 
 
-def base_files(run: Any) -> list[Path]:
+def base_files(run: SimpleNamespace) -> list[Path]:
     """The safetensors files of the base model, local or from the hub's cache."""
     folder, revision = run.model_name_or_path, run.model_revision
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}

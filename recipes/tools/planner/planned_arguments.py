@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from training.arguments import FinetuneArguments
 from training.model import learned_positions
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -15,7 +16,7 @@ from ..proof.architecture import check_architecture, flash_isolation
 STAND_IN = "without_mask"
 
 
-def settle_attention(arguments: Any, compute_dtype: str, model: nn.Module) -> None:
+def settle_attention(arguments: FinetuneArguments, compute_dtype: str, model: nn.Module) -> None:
     """Give a model the attention that a GPU with flash-attn would run, under its name in `arguments`: the named one, or
     flash attention where finetune_performance.py chooses it by itself (block_kernels.use_kernels).
 
@@ -46,7 +47,7 @@ def without_mask(
     return sdpa_attention_forward(module, query, key, value, None, **options)
 
 
-def settle_length(arguments: Any, model: nn.Module) -> list[str]:
+def settle_length(arguments: FinetuneArguments, model: nn.Module) -> list[str]:
     """Cut `max_length` to a table of learned positions, which no unpacked row goes beyond; returns the note on it."""
     limit = learned_positions(model)
     if arguments.packing or limit is None or arguments.max_length <= limit:
@@ -55,17 +56,17 @@ def settle_length(arguments: Any, model: nn.Module) -> list[str]:
     return [f"rows counted with {limit} tokens: the model has no more positions"]
 
 
-def reads_documents(arguments: Any) -> bool:
+def reads_documents(arguments: FinetuneArguments) -> bool:
     """Whether attention is handed a mask of the documents in a packed row."""
     return arguments.packing and not uses_flash(arguments)
 
 
-def uses_flash(arguments: Any) -> bool:
+def uses_flash(arguments: FinetuneArguments) -> bool:
     """Whether a GPU's attention would be flash attention: it is handed no mask."""
     return (arguments.attn_implementation or "").startswith("flash")
 
 
-def notes_on(arguments: Any, is_padded: bool, traced: int) -> list[str]:
+def notes_on(arguments: FinetuneArguments, is_padded: bool, traced: int) -> list[str]:
     """What is counted otherwise than it would run, or refused."""
     notes = []
     if getattr(arguments, "optim", "adamw_torch_fused") == "adamw_torch_8bit":

@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 from hooks.config import HookConfig, check_combinations
-from training.argument_checks import check_arguments
-from training.arguments import KINDS, FinetuneArguments
+from training.arguments import KINDS, FinetuneArguments, check_arguments
 from training.run_files import read_object
 
 
@@ -77,8 +76,8 @@ class PlannedStep:
 
 
 def make_request(
-    arguments: Any,
-    config: Any,
+    arguments: FinetuneArguments,
+    config: HookConfig,
     script: str,
     num_processes: int | None,
     equal_lengths: bool = False,
@@ -104,7 +103,7 @@ def request_of_run(folder: Path) -> Request:
     return Request(script, kind, arguments, config, ranks)
 
 
-def yaml_processes(config: Any) -> int:
+def yaml_processes(config: HookConfig) -> int:
     """num_processes of the YAML."""
     return int(yaml.safe_load(Path(config.path).read_text(encoding="utf-8")).get("num_processes") or 1)
 

@@ -1,16 +1,16 @@
 """A model of real size without its weights: from its config alone, on the meta device or on fake tensors."""
 
 import copy
-from typing import Any
 
 import torch
 from hooks.structure import set_use_cache
 from torch import nn
+from training.arguments import FinetuneArguments
 from training.model import check_not_quantized
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 
-def load_without_weights(arguments: Any) -> nn.Module:
+def load_without_weights(arguments: FinetuneArguments) -> nn.Module:
     """The model as model_loading.load_model would give it, from its config alone."""
     source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
     config = AutoConfig.from_pretrained(arguments.model_name_or_path, **source)
