@@ -176,8 +176,8 @@ def train(
         with progress.mark("clipping"):
             grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
         # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
-        sums = torch.stack([loss_sum, loss_sum.new_tensor(len(progress.signals))])
-        loss_sum, signalled = accelerator.reduce(sums).tolist()
+        sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(progress.signals))]))
+        loss_sum, signalled = sums.tolist()
         is_stopping = signalled > 0
         learning_rate = float(live.scheduler.get_last_lr()[0])
         if guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # else ends, or skips, on all ranks

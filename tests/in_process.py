@@ -214,7 +214,7 @@ class Run:
         config = in_fp32(config) if isinstance(config, str) else config
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        arguments = ["--accelerate_config", config, *arguments] if config else arguments
+        arguments = [*arguments, "--accelerate_config", config] if config else arguments
         common = (world_size, port, [str(a) for a in arguments], str(log), faults or Faults(), reports)
         self.log = log
         ranks = range(max(world_size, 1))

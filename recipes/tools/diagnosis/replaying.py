@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import json
 import math
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,10 +160,10 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="OUTPUT_DIR/non_finite, or a file in it")
-    given, words = parser.parse_known_args()
+    given = parser.parse_args(sys.argv[1:2])  # what follows are the script's arguments
     folder = given.path if given.path.is_dir() else given.path.parent
     with stop_together():
-        script, arguments = script_of_run(folder.parent, words)
+        script, arguments = script_of_run(folder.parent, sys.argv[2:])
         config = read_hook_config(arguments.accelerate_config)
     with stop_together():
         accelerator = make_accelerator(config, arguments)
