@@ -90,7 +90,10 @@ def test_copy_is_the_script_its_yaml_and_what_python_would_import(scenario, clon
     found = {Path(path).relative_to(clone).as_posix() for path in paths}
     assert len(found) > 40 and {"utils.py", "hooks/__init__.py", "rows/chat.py"} <= found
     yaml = f"{copy_recipe.SCENARIOS[scenario]}.yaml"
-    assert set(own_files(tmp_path / "copy")) == found | {yaml, "hooks/README.md"}
+    assert set(own_files(tmp_path / "copy")) == found | {
+        yaml,
+        *(f"{room}/README.md" for room in ("hooks", "rows", "training", "saving")),
+    }
     assert (tmp_path / "copy" / yaml).read_bytes() == (CONFIGS / yaml).read_bytes()
     assert f"--config_file {tmp_path}/copy/{yaml} {tmp_path}/copy/{scenario}.py " in output
     assert copied(clone, "--status", tmp_path / "copy").endswith(": no file differs\n")

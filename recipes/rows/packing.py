@@ -1,6 +1,6 @@
 """Rows by their lengths: several documents packed into one row, or rows of similar length next to one another.
 
-A document is one row of data.py, however many end-of-text tokens it holds. Nothing here cuts or drops a token.
+A document is one row of tokenizing.py, however many end-of-text tokens it holds. Nothing here cuts or drops a token.
 B rows of a batch, T the longest of them in tokens.
 """
 

@@ -1,6 +1,6 @@
 """Where rows come from: files, folders, saved data sets, the hub; several of them, with weights.
 
-Every row becomes a record of data_files.py, a JSON string with where it stood: sources of any kind can be joined, and a
+Every row becomes a record of files.py, a JSON string with where it stood: sources of any kind can be joined, and a
 bad row is named by its own file and number, however the rows were split and repeated.
 """
 

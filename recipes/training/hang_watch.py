@@ -59,11 +59,13 @@ def watch_for_hangs(progress: Progress, output_dir: str, rank: int, ranks: int, 
 
 
 def signs_of_life(progress: Progress, thread: int) -> tuple:
-    """What changes while a rank goes on: its marks, the instruction of its main thread, and bytes while it saves."""
+    """What changes while a rank goes on: its marks, the instruction of its main thread and, while it saves, each MiB
+    that it writes or reads (the watch itself needs hours for one)."""
     frame = sys._current_frames().get(thread)
     instruction = (id(frame.f_code), frame.f_lasti) if frame is not None else ()
-    count_bytes = getattr(psutil.Process(), "io_counters", None) if progress.phase == "saving" else None
-    return progress.moves, instruction, count_bytes()[:] if count_bytes is not None else ()
+    counters = psutil.Process().io_counters() if progress.phase == "saving" and psutil.LINUX else None
+    moved = (counters.write_chars >> 20, counters.read_chars >> 20) if counters is not None else ()
+    return progress.moves, instruction, moved
 
 
 def leave(folder: Path, rank: int) -> None:

@@ -227,7 +227,7 @@ def use_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPl
     """Tell Accelerate that this CPU run is FSDP: its constructor takes the plugin for device types only.
 
     Relies on Accelerate's state being set after construction (no public way in 1.15);
-    tests/test_launch.py::test_accelerate_runs_fsdp2_on_cpu fails where an upgrade moves it.
+    tests/training/test_launch.py::test_accelerate_runs_fsdp2_on_cpu fails where an upgrade moves it.
     """
     accelerator.state.fsdp_plugin = plugin
     accelerator.state.distributed_type = DistributedType.FSDP

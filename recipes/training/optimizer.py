@@ -216,7 +216,7 @@ def put(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
     """Make a tensor the state's.
 
     A DTensor's shard is replaced inside it, since the public constructor would move it back to the mesh's device;
-    tests/test_optimizer.py fails where an upgrade moves `_local_tensor`.
+    tests/training/test_optimizer.py fails where an upgrade moves `_local_tensor`.
     """
     if isinstance(state[name], DTensor):
         state[name]._local_tensor = value

@@ -247,14 +247,16 @@ def test_rank_moves_while_it_marks_runs_code_or_writes_a_checkpoint(tmp_path):
     sleeper = threading.Thread(target=time.sleep, args=(30,), daemon=True)
     sleeper.start()
     time.sleep(0.5)
+    (tmp_path / "file").write_bytes(bytes(2**21))
     first = signs_of_life(progress, sleeper.ident)
+    (tmp_path / "note").write_bytes(bytes(100))  # as the watch does
     assert signs_of_life(progress, sleeper.ident) == first
-    (tmp_path / "file").write_bytes(b"x" * 100_000)
+    (tmp_path / "file").write_bytes(bytes(2**21))
     second = signs_of_life(progress, sleeper.ident)
     assert second != first
     progress.enter("forward")  # in which writing is no sign
     third = signs_of_life(progress, sleeper.ident)
-    (tmp_path / "file").write_bytes(b"x" * 100_000)
+    (tmp_path / "file").write_bytes(bytes(2**21))
     assert third != second and signs_of_life(progress, sleeper.ident) == third
 
 

@@ -1,7 +1,7 @@
 """What runs a step on fake CPU tensors as a GPU would run it: stand-ins for what needs the real thing.
 
 transformers takes a fake tensor for one that is being traced, and offloading copies to a host that a CPU run cannot
-tell from its device. tests/test_plan.py fails where an upgrade moves a name that is replaced here.
+tell from its device. tests/tools/test_plan.py fails where an upgrade moves a name that is replaced here.
 """
 
 import contextlib

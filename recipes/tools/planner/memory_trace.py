@@ -1,7 +1,7 @@
 """What is in memory at each moment of a training step: every tensor storage, its bytes, its part and when it went.
 
-Works on real and on fake tensors, which have no memory behind them; recipes/planned_step.py runs a step of any size
-with the latter. The private names it depends on are all in this file; tests/test_plan.py fails clearly where an
+Works on real and on fake tensors, which have no memory behind them; planned_step.py runs a step of any size
+with the latter. The private names it depends on are all in this file; tests/tools/test_plan.py fails clearly where an
 upgrade moves one.
 """
 
