@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from in_process import finetune_in_process
-from launching import RECIPES, ROOT, in_fp32, part_of_sample, run
+from launching import RECIPES, ROOT, in_fp32, part_of_sample, run, small_model
 from without_tools_worker import SCENARIOS, words_of, written
 
 
@@ -19,8 +19,8 @@ def data(tmp_path_factory):
 def without(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("without")
     shutil.copytree(RECIPES, folder / "recipes", ignore=shutil.ignore_patterns("tools", "__pycache__"))
-    command = [sys.executable, str(ROOT / "tests" / "without_tools_worker.py"), str(folder / "recipes"), str(data)]
-    done = run([*command, str(folder)])
+    worker, arguments = ROOT / "tests" / "without_tools_worker.py", (folder / "recipes", small_model(), data, folder)
+    done = run([sys.executable, str(worker), *map(str, arguments)])
     assert done.returncode == 0, done.stdout[-5000:]
     return json.loads((folder / "found.json").read_text())
 
@@ -28,7 +28,10 @@ def without(data, tmp_path_factory):
 @pytest.mark.parametrize("script", SCENARIOS)
 def test_script_without_tools_gives_the_same_bits_and_resumes_to_them(without, data, tmp_path, script):
     done = finetune_in_process(
-        words_of(data, tmp_path / "run"), tmp_path / "log", script=script, config=in_fp32(SCENARIOS[script])
+        words_of(small_model(), data, tmp_path / "run"),
+        tmp_path / "log",
+        script=script,
+        config=in_fp32(SCENARIOS[script]),
     )
     assert not any(done.codes), done.output[-3000:]
     expected, found = json.loads(json.dumps(written(tmp_path / "run"))), without[script]

@@ -1,6 +1,6 @@
 """Runs of the three scripts from a copy of recipes/ that has no tools/; what they wrote, as JSON.
 
-python tests/without_tools_worker.py COPY DATA FOLDER
+python tests/without_tools_worker.py COPY MODEL DATA FOLDER
 """
 
 import json
@@ -13,8 +13,8 @@ import launching
 SCENARIOS = {"finetune": "default", "finetune_performance": "performance", "finetune_mem_limit": "mem_limit"}
 
 
-def words_of(data, folder):
-    words = ["--model_name_or_path", launching.small_model(), "--dataset_name", data, "--output_dir", folder]
+def words_of(model, data, folder):
+    words = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", folder]
     words += ["--max_steps", 4, "--eval_steps", 2, "--save_steps", 2, "--logging_steps", 1, "--report_to", "none"]
     words += ["--max_length", 128, "--predict_with_generate", "--max_new_tokens", 4, "--async_save", "false"]
     words += ["--per_device_train_batch_size", 2]
@@ -35,14 +35,14 @@ def written(folder):
 
 
 def main():
-    copy, data, folder = map(Path, sys.argv[1:])
+    copy, model, data, folder = map(Path, sys.argv[1:])
     launching.RECIPES = copy  # before in_process starts its server from there
     from in_process import finetune_in_process
 
     found = {}
     for script, name in SCENARIOS.items():
         options = {"script": script, "config": launching.in_fp32(name), "reports": True}
-        words, log = words_of(data, folder / script), folder / f"{script}.log"
+        words, log = words_of(model, data, folder / script), folder / f"{script}.log"
         done = finetune_in_process(words, log, **options)
         assert not any(done.codes), done.output[-3000:]
         found[script] = {**written(folder / script), "output": done.output}
