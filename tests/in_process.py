@@ -180,10 +180,10 @@ def limit_files(finetune, faults):
 
     own = finetune.CheckpointWriter.save
 
-    def save(writer, state):
-        if state["step"] >= faults.limit_from_step:
+    def save(writer):
+        if writer.live.state["step"] >= faults.limit_from_step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_size_limit, resource.RLIM_INFINITY))
-        return own(writer, state)
+        return own(writer)
 
     finetune.CheckpointWriter.save = save
 
