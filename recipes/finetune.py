@@ -25,12 +25,12 @@ from hooks.live import report_wrap, save_report
 from hooks.structure import set_use_cache
 from hooks.wrap import set_gradient_sync
 from rows.batches import Share, Step, count_steps, evaluation_batches
-from rows.prepare import prepare_data
+from rows.prepare import Data, prepare_data
 from rows.tokenizing import preview
 from saving.checkpoint import CheckpointWriter
 from saving.folder import best_checkpoint, open_run
 from saving.huggingface import export_model
-from saving.resume import load_best, resume, run_facts
+from saving.resume import identity_of_run, load_best, resume
 from saving.state import LiveState, data_hash
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,8 +90,7 @@ def main() -> None:
     mesh = make_device_mesh(accelerator)
     set_seed(arguments.seed)  # the same random adapters on every rank
     with stop_together(), one_rank_at_a_time():
-        model = build_model(arguments, config, accelerator, mesh)
-        check_rows(model, data.train, data.test)
+        model = build_model(arguments, config, accelerator, mesh, data)
         data.pack(arguments.max_length if arguments.packing else 0)
 
     # The optimizer comes after wrapping and before any forward; the schedule counts its steps, on any number of ranks.
@@ -103,13 +102,14 @@ def main() -> None:
     model, optimizer = prepare(accelerator, model, optimizer)
     live = LiveState(accelerator, model, optimizer, scheduler, run.state)
 
-    set_seed(arguments.seed, device_specific=True)  # each rank drops other units
-    facts = run_facts(vars(arguments), as_plain_dict(config), rows_hash, share.rows_per_step, model)
+    set_seed(arguments.seed, device_specific=True)  # each rank draws other dropout masks
+    facts = identity_of_run(vars(arguments), as_plain_dict(config), rows_hash, share.rows_per_step, model)
     log = MetricsLog(accelerator, arguments.output_dir, total_steps, run.state["step"])
     with stop_together():
-        log.say("\nnote: ".join(resume(live, run, facts)))
+        resumed = resume(live, run, facts)
+    log.say("\nnote: ".join(resumed))
     log.start(arguments, config, data.lines + start_lines(config, arguments, accelerator, scheduler, total_steps))
-    progress = follow_blocks(model, Progress(run.state["step"], note_stop_signals()))
+    progress = follow_blocks(model, Progress(run.state["step"]))
     watch_for_hangs(progress, arguments.output_dir, share.rank, share.world_size, arguments.hang_timeout)
 
     steps = data.steps(arguments, share, run.position, tokenizer.pad_token_id)
@@ -120,6 +120,7 @@ def main() -> None:
         if run.checkpoint is None:
             answers.before = answers.give(progress)
             evaluate_and_log(live, test_batches, log, progress)
+        progress.signals = note_stop_signals()
         is_finished = train(
             live, steps, test_batches, log=log, progress=progress, writer=writer, arguments=arguments, config=config
         )
@@ -127,10 +128,11 @@ def main() -> None:
 
 
 def build_model(
-    arguments: FinetuneArguments, config: HookConfig, accelerator: Accelerator, mesh: DeviceMesh
+    arguments: FinetuneArguments, config: HookConfig, accelerator: Accelerator, mesh: DeviceMesh, data: Data
 ) -> nn.Module:
     """The wrapped model. The order is fixed: load, adapters, then the hooks in the order of hooks/apply.py."""
     model = load_model(arguments)
+    check_rows(model, data.train, data.test)
     check_architecture(model, arguments.packing, accelerator.print)
     model = add_adapters(model, arguments)
     plan = plan_hooks(model, config)
@@ -188,7 +190,7 @@ def train(
         if guard.count():
             live.scheduler.step()
         live.optimizer.zero_grad()
-        live.state |= {"step": step, **batches.position, "tokens_seen": live.state["tokens_seen"] + tokens}
+        live.state = {"step": step, **batches.position, "tokens_seen": live.state["tokens_seen"] + tokens}
         meter.add_step(tokens)
         log.bar.update()
 

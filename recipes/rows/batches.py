@@ -16,7 +16,7 @@ from .packing import collate_packed, length_grouped_order
 ROWS_PER_GROUP = 64  # of similar length that follow one another; a constant, so that any number of ranks can resume
 
 
-START = {"epoch": 0, "rows_seen": 0}
+FIRST_ROW = {"epoch": 0, "rows_seen": 0}
 
 
 class BatchSizes(Protocol):
@@ -107,7 +107,7 @@ def count_steps(
 def training_steps(
     rows: Sequence[dict[str, list[int]]],
     share: Share,
-    position: dict[str, int] = START,
+    position: dict[str, int] = FIRST_ROW,
     *,
     seed: int,
     pad_token_id: int,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from .batches import START, Share, Step, collate_rows, split_rows
+from .batches import FIRST_ROW, Share, Step, collate_rows, split_rows
 from .packing import pack_rows
 
 WINDOW = 2000  # records read, tokenised and shuffled at a time
@@ -36,7 +36,7 @@ class Stream:
 
 
 def stream_steps(
-    stream: Stream, share: Share, position: dict[str, int] = START, *, seed: int, pad_token_id: int
+    stream: Stream, share: Share, position: dict[str, int] = FIRST_ROW, *, seed: int, pad_token_id: int
 ) -> Iterator[Step]:
     """Yield this rank's optimizer steps, without end, from a position on.
 

@@ -53,6 +53,8 @@ def open_run(output_dir: str, resume_from: str | None, check_hashes: bool = Fals
             told = [(find_checkpoint(resume_from, output_dir), "")]
         except (ValueError, OSError) as error:
             told = [(None, str(error))]
+        except Exception as error:  # the others wait below
+            told = [(None, f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(told)
     checkpoint, failure = told[0]
     if failure:

@@ -15,7 +15,8 @@ def export_model(
     """Write the live model (or, for LoRA, the adapter alone) so that plain transformers / peft loads it.
 
     Weights are gathered to rank 0's host memory, cast to `dtype` (an adapter stays fp32, tied weights are stored once),
-    and written as safetensors beside the tokenizer. The folder appears when it is complete. A collective.
+    and written as safetensors beside the tokenizer. The folder appears when it is complete. What the
+    config says goes with it: switch on first what training has switched off (use_cache). A collective.
     """
     is_adapter = hasattr(model, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_adapter)
@@ -39,7 +40,7 @@ def export_model(
         tokenizer.save_pretrained(incomplete)
     except Exception as error:
         shutil.rmtree(incomplete, ignore_errors=True)
-        hint = "recipes/export.py makes it from a checkpoint, if the run saved one"
+        hint = "export.py makes it from a checkpoint, if the run saved one"
         raise OSError(f"{folder} could not be written: {error}; {hint}.") from error
     finally:
         model.__class__ = sharded_class

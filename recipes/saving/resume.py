@@ -30,7 +30,7 @@ UNIMPORTANT = (
 NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path")
 
 
-def run_facts(
+def identity_of_run(
     arguments: dict[str, Any], keys: dict[str, Any], rows_hash: str, rows_per_step: int, model: nn.Module
 ) -> dict[str, Any]:
     """What a run is, as JSON holds it: kept in each checkpoint, compared by compare_runs. `keys`: hooks.config's

@@ -285,7 +285,7 @@ def closest(word: str, prefix: str = "") -> str:
     if others:
         return f"{word} (an argument of {others[0]})"
     if name in NOW_A_COMMAND:
-        return f"{word} (now a command of its own: python recipes/{NOW_A_COMMAND[name]})"
+        return f"{word} (now a command of its own: {NOW_A_COMMAND[name]})"
     if name in IN_THE_YAML:
         return f"{word} (set {IN_THE_YAML[name]} in the Accelerate YAML)"
     close = difflib.get_close_matches(name, [argument.name for argument in fields(FinetuneArguments)], n=1)

@@ -2,7 +2,8 @@
 
 Every rank notes in the run's folder where it is (progress.py) and since when it has not moved. Where none has moved for
 `--hang_timeout` seconds, one of them prints where each is, the rank that is furthest behind first, and ends; its exit
-makes the launcher end the others. A rank moves while it marks, runs other code, or writes a checkpoint.
+makes the launcher end the others. A rank moves while it marks or runs other code. Where all are saving, the disk may
+take as long as it needs; where one has failed, the others are ended after AFTER_FAILURE_S.
 """
 
 import atexit
@@ -15,8 +16,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from .failures import failure_file
 from .last_words import tell_launcher
@@ -50,22 +49,21 @@ def watch_for_hangs(progress: Progress, output_dir: str, rank: int, ranks: int, 
             if was_suspended or not progress.phase or signs != before:
                 before, since = signs, now
             at = f"step {max(progress.step, 1)}, {progress.place}" if progress.phase else "outside of training"
-            with contextlib.suppress(OSError):  # a full disk does not end the run
-                note(folder, rank, {"at": at, "moves": progress.moves, "since": since})
-            if now - since > min(timeout_s, AFTER_FAILURE_S):
+            is_noted, still_s = False, now - since
+            with contextlib.suppress(OSError):  # a full disk does not end the run; nothing is known then
+                note(folder, rank, {"at": at, "phase": progress.phase, "moves": progress.moves, "since": since})
+                is_noted = True
+            has_failed = still_s > AFTER_FAILURE_S and any(folder.parent.glob(failure_file("", "*").name))
+            if is_noted and (still_s > timeout_s or has_failed):
                 end_if_stuck(folder, rank, ranks, timeout_s)
 
     threading.Thread(target=watch, daemon=True, name="hang watch").start()
 
 
 def signs_of_life(progress: Progress, thread: int) -> tuple:
-    """What changes while a rank goes on: its marks, the instruction of its main thread and, while it saves, each MiB
-    that it writes or reads (the watch itself needs hours for one)."""
+    """What changes while a rank goes on: its marks, and the instruction of its main thread."""
     frame = sys._current_frames().get(thread)
-    instruction = (id(frame.f_code), frame.f_lasti) if frame is not None else ()
-    counters = psutil.Process().io_counters() if progress.phase == "saving" and psutil.LINUX else None
-    moved = (counters.write_chars >> 20, counters.read_chars >> 20) if counters is not None else ()
-    return progress.moves, instruction, moved
+    return progress.moves, (id(frame.f_code), frame.f_lasti) if frame is not None else ()
 
 
 def leave(folder: Path, rank: int) -> None:
@@ -98,11 +96,15 @@ def end_if_stuck(folder: Path, rank: int, ranks: int, timeout_s: float) -> None:
     waiting = [one for other, one in notes.items() if other not in are_silent | failed.keys()]
     if any(now - one.get("since", now) < patience_s for one in waiting):
         return
+    if not (failed or are_silent) and all(one.get("phase") == "saving" for one in waiting):
+        return  # a write to a slow disk moves nothing until it ends
     try:
         (folder / ENDED).touch(exist_ok=False)
     except FileExistsError:  # another rank says it all
         time.sleep(CHECK_S)
         os._exit(1)
+    except OSError:  # a full disk: more than one may print
+        pass
     order = sorted(range(ranks), key=lambda other: (other not in failed, other not in are_silent, moves(notes, other)))
     lines = [f"no rank has moved for {patience_s:.0f} s (--hang_timeout); they wait for one another:"]
     for other in order:

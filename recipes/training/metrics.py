@@ -118,12 +118,17 @@ class MetricsLog:
         self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", disable=disable)
         if accelerator.is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [row for row in read_metrics(self.path) if row["step"] <= first_step] if first_step else []
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # later steps run again
 
     def start(self, arguments: FinetuneArguments, config: HookConfig, lines: list[str]) -> None:
-        """Print what the run is, write run.json and open the trackers; however the run ends now, it leaves a report."""
+        """Print what the run is, write run.json and open the trackers; however the run ends now, it leaves a report.
+
+        What metrics.jsonl holds of later steps than the first, which run again, is taken out.
+        """
         self.say("\n".join(lines))
+        if self.accelerator.is_main_process:
+            rows = read_metrics(self.path) if self.first_step else []
+            kept = [row for row in rows if row["step"] <= self.first_step]
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.accelerator.init_trackers(self.path.parent.name)
         if self.accelerator.is_main_process:
             facts = run_facts(arguments, config, self.accelerator.device)

@@ -1,6 +1,6 @@
 """Where this rank is: the step, the phase and the block, marked by the loop as it goes.
 
-Failures, the hang watch and profiles read the same marks. One costs about a microsecond and waits for nothing.
+Failures, the hang watch and profiles read the same marks. One costs some microseconds and waits for nothing.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ class Progress:
     module: str = ""  # the block, or the part of one, that is in its forward
     is_gathering: bool = False  # the module's unit
     is_behind_blocks: bool = False
+    follows_blocks: bool = False
     moves: int = 0  # marks so far: a rank that goes on is not stuck
 
     def begin(self, step: int) -> None:
@@ -34,7 +35,7 @@ class Progress:
     @contextlib.contextmanager
     def mark(self, phase: str) -> Iterator[None]:
         """Run a block of code as this phase. Where it raises, the phase stays: there it failed."""
-        outer = self.phase
+        outer = "the loop" if self.phase else ""  # not the phase of an attempt that failed
         self.enter(phase)
         with record_function(f"recipe: {phase}"):
             yield
@@ -43,13 +44,14 @@ class Progress:
     def enter(self, phase: str) -> None:
         """Be in this phase from here on, in no block."""
         self.phase, self.module = phase, ""
-        self.is_gathering = self.is_behind_blocks = False
+        self.is_gathering = phase == "forward" and self.follows_blocks  # of the root, first
+        self.is_behind_blocks = False
         self.moves += 1
 
     @property
     def place(self) -> str:
         """The phase, and the module where one is known: `forward: model.layers.3.mlp`."""
-        phase = self.phase or "the loop"
+        phase = self.phase or "before or after the loop"
         if phase == "forward" and self.is_behind_blocks:
             return "logits and loss"
         phase = "gathering a unit" if phase == "forward" and self.is_gathering else phase
@@ -59,6 +61,8 @@ class Progress:
 def follow_blocks(model: nn.Module, progress: Progress) -> Progress:
     """Let the blocks of a wrapped model mark that they run: before their unit is gathered, while they compute, behind
     the last one. Compiled blocks do not. Returns `progress`."""
+    progress.follows_blocks = True
+    model.register_forward_pre_hook(partial(before, progress, "", False))  # behind FSDP2's, which gathers the root
     blocks = outermost(find_blocks(model)) if outermost_module_lists(model) else []
     for number, (name, block) in enumerate(blocks):
         is_last = number == len(blocks) - 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from rows.batches import (
-    START,
+    FIRST_ROW,
     Share,
     collate,
     count_steps,
@@ -700,7 +700,9 @@ def rows_in(batches: list[dict[str, torch.Tensor]]) -> list[int]:
 def run(n: int, steps: int, micro: int, accumulation: int, world: int, **position: int) -> tuple[list, list]:
     """(sorted rows of each step over all ranks, position after each step)."""
     ranks = [
-        training_steps(make_rows(n), Share(micro, accumulation, rank, world), position or START, seed=5, pad_token_id=0)
+        training_steps(
+            make_rows(n), Share(micro, accumulation, rank, world), position or FIRST_ROW, seed=5, pad_token_id=0
+        )
         for rank in range(world)
     ]
     taken, positions = [], []

@@ -11,7 +11,7 @@ import datasets
 import pytest
 from datasets import Dataset
 from rows import streaming
-from rows.batches import START, Share
+from rows.batches import FIRST_ROW, Share
 from rows.formats import row_of
 from rows.sources import open_stream
 from rows.streaming import Stream, Tokenised, stream_steps
@@ -40,7 +40,7 @@ def take(stream: Stream, epochs: int, rank: int, world: int, micro: int, **posit
     """(numbers seen per micro-batch, position) of each step, up to the end of an epoch."""
     steps = []
     for batches, after, _ in stream_steps(
-        stream, Share(micro, 2, rank, world), position or START, seed=0, pad_token_id=99
+        stream, Share(micro, 2, rank, world), position or FIRST_ROW, seed=0, pad_token_id=99
     ):
         seen = [b["input_ids"][:, 0].tolist() if (b["labels"][:, 1:] != -100).any() else [] for b in batches]
         steps.append((seen, after))

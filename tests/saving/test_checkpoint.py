@@ -21,7 +21,17 @@ import pytest
 import torch
 import yaml
 from in_process import Faults, Run, finetune_in_process
-from launching import CONFIGS, RECIPES, ROOT, Patience, clean_environment, in_fp32, small_model, wait_for_end
+from launching import (
+    CONFIGS,
+    RECIPES,
+    ROOT,
+    Patience,
+    clean_environment,
+    in_fp32,
+    part_of_sample,
+    small_model,
+    wait_for_end,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saving.folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
@@ -143,6 +153,20 @@ def test_other_world_size_and_wrapping_continue_the_same_rows(rows, tmp_path, be
         assert loss == pytest.approx(expected[step][0], rel=tolerance), step
         assert norm == pytest.approx(expected[step][1], rel=tolerance * 10), step  # clipping divides by it
         assert rate == expected[step][2]
+
+
+def test_only_a_checkpoint_of_an_evaluated_step_holds_its_loss_and_a_refused_resume_changes_nothing(tmp_path):
+    data, folder = part_of_sample(tmp_path / "data", 4), tmp_path / "run"
+    arguments = [*common(data, save_steps=1, steps=4), "--eval_steps", 2, "--output_dir", folder]
+    succeeded(finetune_in_process(arguments, tmp_path / "log"))
+    has_loss = {path.name: "eval_loss" in read_manifest(path) for path in complete_checkpoints(folder)}
+    assert has_loss == {"checkpoint-1": False, "checkpoint-2": True, "checkpoint-3": False, "checkpoint-4": True}
+    before = (folder / "metrics.jsonl").read_bytes()
+    for step in (3, 4):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    refused = Run([*arguments, "--resume_from_checkpoint", "latest", "--seed", 7], tmp_path / "log").wait()
+    assert refused.codes == [1, 1] and "--seed was 42, now 7" in refused.output
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def kill_points(rows, tmp_path, folder):

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
 from hooks.config import read_hook_config
+from rows.prepare import Data
+from rows.tokenizing import Questions
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from saving.folder import find_checkpoint
@@ -107,7 +109,7 @@ def save_step(folder: Path, step: BegunStep, rows: Rows, facts: dict[str, Any]) 
     if failure:
         return f"its rows could not be saved: {failure}"
     return (
-        f"its rows are saved: recipes/replay.py {folder}, launched as the run was, runs them again with the model's "
+        f"its rows are saved: replay.py {folder}, launched as the run was, runs them again with the model's "
         "weights (--resume_from_checkpoint: those of a checkpoint), and trains nothing"
     )
 
@@ -163,6 +165,8 @@ def main() -> None:
     given = parser.parse_args(sys.argv[1:2])  # what follows are the script's arguments
     folder = given.path if given.path.is_dir() else given.path.parent
     with stop_together():
+        if not given.path.exists():
+            raise ValueError(f"{given.path}: no such folder or file.")
         script, arguments = script_of_run(folder.parent, sys.argv[2:])
         config = read_hook_config(arguments.accelerate_config)
     with stop_together():
@@ -172,7 +176,7 @@ def main() -> None:
     mesh = make_device_mesh(accelerator)
     set_seed(arguments.seed)
     with stop_together(), one_rank_at_a_time():
-        model = script.build_model(arguments, config, accelerator, mesh)
+        model = script.build_model(arguments, config, accelerator, mesh, Data(None, None, [], Questions([], [], False)))
     with stop_together():
         optimizer = make_optimizer(model, arguments, config)
     model, optimizer = prepare(accelerator, model, optimizer)
@@ -206,7 +210,10 @@ def script_of_run(folder: Path, words: list[str]) -> tuple[ModuleType, FinetuneA
         script = importlib.import_module(Path(request.script).stem)
     except ModuleNotFoundError as error:
         raise ValueError(f"{folder / 'run.json'}: the run's script {request.script} is not here: {error}") from error
-    parser = QuietParser(KINDS[request.kind], allow_abbrev=False)
-    parser.set_defaults(**{**request.arguments, "resume_from_checkpoint": None, "report_to": ["none"]})
+    kind = KINDS[request.kind]
+    names = {field.name for field in dataclasses.fields(kind)}
+    saved = {name: value for name, value in request.arguments.items() if name in names}  # of another version, perhaps
+    parser = QuietParser(kind, allow_abbrev=False)
+    parser.set_defaults(**{**saved, "resume_from_checkpoint": None, "report_to": ["none"]})
     arguments = parser.parse(words)
     return script, dataclasses.replace(arguments, output_dir=str(folder / "non_finite"))

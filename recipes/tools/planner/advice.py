@@ -12,7 +12,7 @@ CHUNKS = "finetune_mem_limit.py"
 ANOTHER_JOB = ("--max_length", "--num_processes")  # change what is trained, or what it costs to hire
 AT_ONCE = 2  # plans made at the same time: each is a process of its own
 SMALLEST = {"per_device_train_batch_size": 1, "max_length": 128}  # steps in which --max searches
-# Which changes help first where it happened, in the order of the README's ladder (beginnings of plan_advice's names).
+# Which changes help first where it happened, in the README's order (beginnings of possible_changes' names).
 ACTIVATIONS_FIRST = ("recompute every block", "--per_device_train_batch_size", "finetune_mem_limit.py", "hook_wrap_emb")
 ACTIVATIONS_FIRST += ("--max_length", "hook_offload_optimizer", "fsdp_offload_params")
 KNOBS = {
@@ -23,12 +23,14 @@ KNOBS = {
     "clipping": ("hook_offload_optimizer", "fsdp_offload_params", "--num_processes"),
     "the optimizer's step": ("hook_offload_optimizer", "fsdp_offload_params", "--num_processes"),
     "evaluation": (),
+    "answers": (),
     "saving": (),
     "reading the data": (),
 }
 ADVICE = {
     "reading the data": "it is host memory: fewer --dataloader_num_workers, --streaming, fewer ranks on a machine",
     "evaluation": "lower --per_device_eval_batch_size",
+    "answers": "lower --per_device_eval_batch_size or --max_new_tokens",
     "saving": "leave --async_save off (it copies the state to the host), or save less often",
 }
 NAMED = 4  # knobs that a message names; the first with a prediction

@@ -18,7 +18,7 @@ STAND_IN = "without_mask"
 
 def settle_attention(arguments: FinetuneArguments, compute_dtype: str, model: nn.Module) -> None:
     """Give a model the attention that a GPU with flash-attn would run, under its name in `arguments`: the named one, or
-    flash attention where finetune_performance.py chooses it by itself (block_kernels.use_kernels).
+    flash attention where finetune_performance.py chooses it by itself (training/kernels.py).
 
     In flash attention's place stands torch's own without a mask, which keeps the same tensors.
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from hooks.yaml_of_run import find_launch, load_yaml
-from training.arguments import KINDS, parse_arguments
+from training.arguments import parse_arguments
 from training.profiling import WARM_UP_STEPS
 
 POLL_S, GRACE_S = 0.1, 5.0  # a rank that failed with the others has so long to say why itself
@@ -83,15 +83,18 @@ def main() -> None:
     """Measure the settings and end, with status 1 if not even the run as asked could be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="to measure, after the warm-up")
-    parser.add_argument("script", help=f"of: {', '.join(KINDS)}; its arguments follow")
+    parser.add_argument("script", help="in the folder of this command; its arguments follow")
     parser.add_argument("words", nargs=argparse.REMAINDER)
     given = parser.parse_args()
-    name = Path(given.script).name
-    if given.steps < 1 or name not in KINDS:
-        parser.error(f"found --steps {given.steps} and {name}, allowed: 1 or more, and {', '.join(KINDS)}")
-    script = importlib.import_module(Path(name).stem)
+    if given.steps < 1:
+        parser.error(f"--steps: found {given.steps}, allowed: 1 or more")
     try:
-        arguments = parse_arguments(given.words, sample_dir=script.SAMPLE_DIR, kind=KINDS[name])
+        script = importlib.import_module(Path(given.script).stem)
+    except ModuleNotFoundError as error:
+        parser.error(f"{given.script}: {error}")
+    kind = script.train.__annotations__["arguments"]
+    try:
+        arguments = parse_arguments(given.words, sample_dir=script.SAMPLE_DIR, kind=kind)
         raw = load_yaml(find_launch(arguments.accelerate_config).path)
     except ValueError as error:
         sys.exit(f"\nError: {error}\n" if os.environ.get("RANK", "0") == "0" else 1)

@@ -59,8 +59,8 @@ def report(ranks: list[dict[str, Any]], output_dir: Path, device: torch.device, 
         say("\n".join([*profile_lines(found), f"trace for https://ui.perfetto.dev, and tables: {folder}"]))
         (folder / "profile.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         (folder / "profile.md").write_text(profile_markdown(found), encoding="utf-8")
-    except OSError as error:  # a full disk does not end the run
-        say(f"the profile could not be written: {error}")
+    except (OSError, ValueError, KeyError) as error:  # of a full disk; it does not end the run
+        say(f"the profile could not be written: {type(error).__name__}: {error}")
 
 
 def facts(
