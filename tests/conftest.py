@@ -25,7 +25,7 @@ LONGEST = (
 
 # What these find depends on how the processor computes: make test-plain runs them once more.
 ARITHMETIC = {"test_verify", "test_exactness", "test_performance", "test_mem_limit", "test_non_finite", "test_packing"}
-ARITHMETIC |= {"test_out_of_memory", "test_optimizer", "test_loss_checks"}
+ARITHMETIC |= {"test_out_of_memory", "test_optimizer", "test_loss_checks", "test_loss_scaler"}
 
 
 def pytest_collection_modifyitems(items) -> None:
