@@ -87,6 +87,7 @@ def test_step_in_slices_is_bit_equal_and_holds_two_slices_at_most(monkeypatch):
     assert len(held) == len(set(held)) == sum(parameter.requires_grad for parameter in model.parameters())
     state_bytes = sum(2 * parameter.nbytes for parameter in held)
     assert 0 < max(largest) < 0.5 * state_bytes  # all of it at once would be 1.0
+    assert len(plain.state) == len(optimizer.state) == len(held)
     for parameter, state in plain.state.items():
         (other,) = [s for p, s in optimizer.state.items() if torch.equal(p, parameter)][:1]
         assert torch.equal(other["exp_avg"], state["exp_avg"]) and other["step"] == state["step"] == 3
