@@ -717,6 +717,50 @@ def test_only_values_not_boilerplate_differ_between_scenario_yamls() -> None:
     assert len(ends) == 1
 
 
+FSDP1 = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 2
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_use_orig_params: true
+"""
+TRAINERS = {  # the YAML of other tools, where ours is expected
+    "axolotl": "base_model: m\ndatasets: []\nfsdp_version: 2\nfsdp_config:\n  offload_params: false\n",
+    "llamafactory": "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nper_device_train_batch_size: 1\n",
+    "deepspeed": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\nnum_processes: 2\n",
+    "one gpu": "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n",
+}
+
+
+def test_fsdp1_yaml_of_accelerate_reads_once_its_advice_is_followed(tmp_path: Path) -> None:
+    old = tmp_path / "fsdp1.yaml"
+    old.write_text(FSDP1)
+    assert f"accelerate to-fsdp2 --config_file {old}" in error_of(str(old))
+    new = tmp_path / "fsdp2.yaml"
+    new.write_text(yaml.safe_dump(convert_config_to_fsdp2(yaml.safe_load(FSDP1))))
+    config = read_hook_config(str(new))
+    assert (config.fsdp_auto_wrap_policy, config.fsdp_reshard_after_forward) == ("TRANSFORMER_BASED_WRAP", True)
+    assert config.fsdp_cpu_ram_efficient_loading is True and config.fsdp_state_dict_type == "SHARDED_STATE_DICT"
+
+
+@pytest.mark.parametrize("tool", TRAINERS)
+def test_yaml_of_another_tool_is_told_from_an_fsdp_yaml(tmp_path: Path, tool: str) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(TRAINERS[tool])
+    found = yaml.safe_load(TRAINERS[tool]).get("distributed_type")
+    message = error_of(str(path))
+    assert str(path) in message and f"not an FSDP YAML: found distributed_type: {found!r}" in message
+    assert "accelerate_configs/default.yaml" in message
+
+
 # file -> what its error must say, or how many keys of ours it has: it reads
 FOREIGN_FILES = {
     "config_01.yaml": "not an FSDP YAML",
