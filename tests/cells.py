@@ -26,5 +26,5 @@ def check_cell(name, cell, later=1):
     check_steps(cell["norm"], tolerance, later * tolerance)
     check_steps(cell["gradient"], tolerance, later * tolerance)
     assert cell["weight"] <= 5e-5
-    assert cell["is_sharded"]
+    assert cell["is_sharded"] and cell["is_offloaded"] == ("fsdp_offload_params=True" in name)
     assert cell["state_dtypes"] == ["torch.float32"]

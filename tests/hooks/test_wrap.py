@@ -503,6 +503,18 @@ def test_report_reads_the_live_units(name: str, label: str, mesh: dist.device_me
         check_against_plan(live, units, [], [])
 
 
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_every_unit_and_the_root_keep_their_parameters_on_the_host_where_asked(
+    is_offloaded: bool, mesh: dist.device_mesh.DeviceMesh
+) -> None:
+    """Read off the live units; on a CPU host and device are one, so where tensors lie says nothing."""
+    config, model = dataclasses.replace(CONFIG, fsdp_offload_params=is_offloaded), build("llama")
+    units = plan_units(model, config)
+    shard(model, units, config, mesh)
+    live = read_units(model)
+    assert len(live) == len(units) + 1 and {unit["cpu_offload"] for unit in live} == {is_offloaded}
+
+
 def test_weight_of_one_row_counts_as_sharded(mesh: dist.device_mesh.DeviceMesh) -> None:
     with torch.device("meta"):
         lora = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
