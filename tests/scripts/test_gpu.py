@@ -16,7 +16,7 @@ pytestmark = [
 ]
 MIB = 2**20
 RECIPE = RECIPES / "finetune.py"
-PROCESSES = 1
+PROCESSES = min(2, max(1, torch.cuda.device_count()))  # one per GPU; two where there are
 
 
 def changed_yaml(path, name="default", **changes):
@@ -31,6 +31,8 @@ def changed_yaml(path, name="default", **changes):
 def train(config, folder, *arguments, script=RECIPE):
     done = accelerate_launch(script, "--output_dir", folder, *arguments, config=config)
     assert done.returncode == 0, done.stdout[-4000:]
+    run = json.loads((folder / "run.json").read_text())
+    assert run["num_processes"] == PROCESSES
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
