@@ -281,9 +281,11 @@ def sharded_run(
     scaled = dataclasses.replace(config, mixed_precision="fp16" if uses_scaler else "no")
     optimizer = make_optimizer(model, arguments, scaled)
     check_optimizer(model, optimizer)
+    out = {"gradients": []}
+    out["slices"] = len(list(optimizer.slices())) if isinstance(optimizer, OffloadedAdamW) else 0
+    out["is_offloaded"] = all(unit["cpu_offload"] for unit in live.read_units(model))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1.0 if accelerator.scaler is None else 0.5, STEPS)
     model, prepared = prepare(accelerator, model, optimizer)
-    out = {"gradients": []}
     num_trained = sum(p.requires_grad for p in model.parameters())
 
     def record_gradients(*_: object) -> None:
@@ -342,6 +344,7 @@ def compare(found: dict, expected: dict) -> dict:
         "weight": weight.item(),
         "norms_before_clipping": found["norms"],
         "is_sharded": found["is_sharded"],
+        "is_offloaded": found["is_offloaded"],
         "stored": found["stored"],
         "state_dtypes": found["state_dtypes"],
     }
@@ -614,7 +617,7 @@ def run_graph_lifetime(base: HookConfig, accelerator: Accelerator) -> list[bool]
 def run_chunked(base: HookConfig, accelerator: Accelerator) -> dict:
     """The loss in chunks: of 5 tokens, so several per micro-batch, against the same replicas as the plain loss; and
     [all-gathers, reduce-scatters] with and without it."""
-    found: dict = {"cells": {}, "collectives": {}, "offloaded_same_bits": []}
+    found: dict = {"cells": {}, "collectives": {}, "offloaded_same_bits": [], "slices": []}
     offloads = (("hook_offload_optimizer", True),)
     with mock.patch.object(OffloadedAdamW, "slice_bytes", 10_000):
         for dtype, training in (("fp32", "full"), ("bf16", "lora")):
@@ -622,6 +625,7 @@ def run_chunked(base: HookConfig, accelerator: Accelerator) -> dict:
             runs = [sharded_run(dataclasses.replace(cell, extra=extra), base, accelerator) for extra in ((), offloads)]
             equal = [torch.equal(runs[0]["weights"][name], runs[1]["weights"][name]) for name in runs[0]["weights"]]
             found["offloaded_same_bits"].append(same_bits(*runs) and all(equal))
+            found["slices"].append([run["slices"] for run in runs])
     for wrap_name in ("block", "embeddings"):
         for dtype, training, tied in (("fp32", "full", False), ("fp32", "full", True), ("bf16", "lora", False)):
             cell = Cell(wrap_name, "every", dtype, training, 3, tied)

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,8 +116,8 @@ class Faults:
     breaks_reading: bool = False  # of a checkpoint's tensors
 
 
-def be_rank(script, rank, world_size, port, arguments, log, faults, reports):
-    """One rank: the environment that torchrun sets, then the script. World size 0: plain python."""
+def be_rank(script, rank, world_size, port, arguments, log, faults, reports, before):
+    """One rank: the environment that torchrun sets, `before`, then the script. World size 0: plain python."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -149,6 +150,8 @@ def be_rank(script, rank, world_size, port, arguments, log, faults, reports):
         torch.distributed.checkpoint.HuggingFaceStorageReader.read_metadata = stale_file
     code = 0
     try:
+        if before is not None:
+            before()
         importlib.import_module(script).main()
     except SystemExit as stopped:
         code = stopped.code or 0
@@ -208,14 +211,16 @@ class Run:
         faults=None,
         script="finetune",
         reports=False,
+        before: Callable[[], None] | None = None,
     ):
-        """`config`: a YAML's path, None for none, or a scenario's name: its YAML in fp32."""
+        """`config`: a YAML's path, None for none, or a scenario's name: its YAML in fp32. `before`: called in each
+        rank, a function of a module in tests/."""
         log.unlink(missing_ok=True)
         config = in_fp32(config) if isinstance(config, str) else config
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         arguments = [*arguments, "--accelerate_config", config] if config else arguments
-        common = (world_size, port, [str(a) for a in arguments], str(log), faults or Faults(), reports)
+        common = (world_size, port, [str(a) for a in arguments], str(log), faults or Faults(), reports, before)
         self.log = log
         ranks = range(max(world_size, 1))
         self.ranks = [CONTEXT.Process(target=be_rank, args=(script, rank, *common)) for rank in ranks]

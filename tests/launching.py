@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 RECIPES = ROOT / "recipes"
-SHARED_CASES = ROOT.parent / "shared" / "cases"
 PLAIN_ARITHMETIC = str(ROOT / "tests" / "plain_arithmetic")  # on PYTHONPATH: every process computes so
 IDLE_S, IDLE_SHARE = 120.0, 0.05  # a run that used less than this share of one core for so long hangs
 

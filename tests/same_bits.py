@@ -76,8 +76,9 @@ def written(folder: Path) -> dict[str, object]:
         kept["files"] = {name: content_hash(path.parent / name) for name in sorted(manifest["files"])}
         found[f"{path.parent.name}/{path.name}"] = kept
     for file in sorted((folder / "model").iterdir()):
-        is_text = file.suffix == ".json"  # in which an adapter says where its base lies
-        found[f"model/{file.name}"] = file.read_text().replace(str(folder.parent), "") if is_text else content_hash(file)
+        found[f"model/{file.name}"] = content_hash(file)
+        if file.suffix == ".json":  # in which an adapter says where its base lies
+            found[f"model/{file.name}"] = file.read_text().replace(str(folder.parent), "")
     assert len(found) > 8 and sum("loss" in row for row in rows) == 4
     return found
 

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 from rows.formats import row_of
 from rows.sources import load_rows
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from training.losses import IGNORE_INDEX
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -23,6 +23,9 @@ CASES = REPO.parent / "shared" / "cases"
 
 @functools.cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    """The sample's; a stand-in for a well-known one (`... like`); or the real one, which is not part of a clone."""
+    if name in LIKE:
+        return LIKE[name]()
     path = {"sample": SAMPLE_MODEL, "stories260K": CASES / "models" / name}.get(name, CASES / "tokenizers" / name)
     if not path.is_dir():
         pytest.skip(f"{path} is not part of a clone")
@@ -46,6 +49,63 @@ def toy_tokenizer(
     return tokenizer
 
 
+HEADERS = "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+# As Qwen3's: thoughts are written behind the last question alone, an empty one too; tools, calls and results.
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' and not m.content.startswith('<tool_response>') %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% if tools %}{{ '<|im_start|>system\n<tools>' }}"
+    "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n</tools><|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}"
+    "{% set parts = m.content.split('</think>') %}{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{% set thought = m.reasoning_content or (parts[0] | replace('<think>', '') if parts | length > 1 else '') %}"
+    "{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{% endif %}"
+    "{% if m.role == 'tool' %}{{ '<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% else %}{{ parts[-1].lstrip('\n') if m.role == 'assistant' else m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def llama3_like(**roles: str) -> PreTrainedTokenizerBase:
+    """The sample's bytes with Llama 3's control tokens, of which the tokenizer writes the first."""
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
+    names = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
+    tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
+    for role, token in {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", **roles}.items():
+        setattr(tokenizer, role, token)
+    begin = [("<|begin_of_text|>", tokenizer.bos_token_id)]
+    core = tokenizer.backend_tokenizer
+    core.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=begin)
+    tokenizer.chat_template = HEADERS + "{{ m.content | trim }}<|eot_id|>" + PROMPT
+    return tokenizer
+
+
+def qwen3_like() -> PreTrainedTokenizerBase:
+    """The sample's tokenizer, which has no begin token either, and a template that thinks."""
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+def llama2_like() -> PreTrainedTokenizerBase:
+    """SentencePiece's manner: a blank before every text, blanks inside of tokens, bytes for what is in none."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz:."]
+    vocabulary = {token: i for i, token in enumerate([*pieces, "▁a", "ow"])}
+    core = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("o", "w")], unk_token="<unk>", byte_fallback=True))
+    core.add_special_tokens([AddedToken(token, special=True) for token in pieces[:3]])
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    blanks = decoders.Replace("▁", " ")
+    core.decoder = decoders.Sequence([blanks, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+LIKE = {"llama3 like": llama3_like, "qwen3 like": qwen3_like, "llama2 like": llama2_like}
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"

@@ -23,7 +23,7 @@ from hooks.yaml_of_run import launcher_arguments
 
 REPO = Path(__file__).parents[2]
 SCENARIOS = sorted((REPO / "accelerate_configs").glob("*.yaml"))
-FOREIGN = REPO.parent / "shared" / "cases" / "yamls"
+FOREIGN = (REPO.parent / "shared" / "cases" / "yamls").resolve()  # a worktree may only have a link to it
 VARIABLES = ("FSDP_", "ACCELERATE_", "RECIPES_")
 
 
@@ -267,16 +267,25 @@ def test_wrong_value_is_refused_with_what_was_found_and_what_is_allowed(tmp_path
     assert "\n" not in message, message
 
 
-@pytest.mark.parametrize("key", ["mixed_precision", "parallelism_config", "fsdp_config", "dynamo_config"])
+EMPTY = {"[]", "False", "None", "{}", "{'a': None}"}
+READ = {  # what says nothing is as good as no such key; Accelerate reads no dynamo_config but an object's keys
+    "mixed_precision": {"None"},
+    "parallelism_config": EMPTY,
+    "fsdp_config": set(),
+    "dynamo_config": {*EMPTY, "['a']", "'word'", "3", "2.5", "True"},
+}
+
+
+@pytest.mark.parametrize("key", READ)
 @pytest.mark.parametrize("value", [[], ["a"], "word", 3, 2.5, True, False, None, {}, {1: 2}, {"a": None}])
 def test_any_value_of_a_top_level_key_is_read_or_refused_with_one_error(tmp_path: Path, key: str, value: Any) -> None:
     path = write(tmp_path, **{key: value})
-    try:
-        config = read_hook_config(path)
-    except ValueError as error:
-        assert path in str(error), error
+    if repr(value) in READ[key]:
+        found, without = read_hook_config(path), read_hook_config(write(tmp_path, name="without.yaml", **{key: ...}))
+        assert found == dataclasses.replace(without, path=path, origins=found.origins)
     else:
-        assert config.path == path
+        message = error_of(path)
+        assert path in message and (key in message or "accelerate refuses this configuration" in message)
 
 
 def test_unquoted_no_of_mixed_precision_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -708,20 +717,64 @@ def test_only_values_not_boilerplate_differ_between_scenario_yamls() -> None:
     assert len(ends) == 1
 
 
-# file -> what its error must say; None: it reads
+FSDP1 = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 2
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_use_orig_params: true
+"""
+TRAINERS = {  # the YAML of other tools, where ours is expected
+    "axolotl": "base_model: m\ndatasets: []\nfsdp_version: 2\nfsdp_config:\n  offload_params: false\n",
+    "llamafactory": "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nper_device_train_batch_size: 1\n",
+    "deepspeed": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\nnum_processes: 2\n",
+    "one gpu": "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n",
+}
+
+
+def test_fsdp1_yaml_of_accelerate_reads_once_its_advice_is_followed(tmp_path: Path) -> None:
+    old = tmp_path / "fsdp1.yaml"
+    old.write_text(FSDP1)
+    assert f"accelerate to-fsdp2 --config_file {old}" in error_of(str(old))
+    new = tmp_path / "fsdp2.yaml"
+    new.write_text(yaml.safe_dump(convert_config_to_fsdp2(yaml.safe_load(FSDP1))))
+    config = read_hook_config(str(new))
+    assert (config.fsdp_auto_wrap_policy, config.fsdp_reshard_after_forward) == ("TRANSFORMER_BASED_WRAP", True)
+    assert config.fsdp_cpu_ram_efficient_loading is True and config.fsdp_state_dict_type == "SHARDED_STATE_DICT"
+
+
+@pytest.mark.parametrize("tool", TRAINERS)
+def test_yaml_of_another_tool_is_told_from_an_fsdp_yaml(tmp_path: Path, tool: str) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(TRAINERS[tool])
+    found = yaml.safe_load(TRAINERS[tool]).get("distributed_type")
+    message = error_of(str(path))
+    assert str(path) in message and f"not an FSDP YAML: found distributed_type: {found!r}" in message
+    assert "accelerate_configs/default.yaml" in message
+
+
+# file -> what its error must say, or how many keys of ours it has: it reads
 FOREIGN_FILES = {
     "config_01.yaml": "not an FSDP YAML",
     "config_02.yaml": "accelerate to-fsdp2",
-    "config_03.yaml": None,
+    "config_03.yaml": 5,
     "config_04.yaml": "accelerate to-fsdp2",
     "config_05.yaml": "accelerate to-fsdp2",
     "config_06.yaml": "cp_size: found 2",
     "config_07.yaml": "accelerate to-fsdp2",
     "config_08.yaml": "tp_size: found 2",
-    "config_09.yaml": None,
+    "config_09.yaml": 0,
     "config_10.yaml": "not an FSDP YAML: found distributed_type: 'NO'",
     "config_11.yaml": "no fsdp_version",
-    "config_12.yaml": None,
+    "config_12.yaml": 6,
     "config_13.json": "accelerate to-fsdp2",
 }
 
@@ -740,11 +793,11 @@ def test_foreign_file_reads_or_is_refused_with_one_clear_error(name: str) -> Non
     if not path.is_file():
         pytest.skip(f"{path} is not part of a clone")
     fragment = FOREIGN_FILES[name]
-    if fragment is None:
+    if isinstance(fragment, int):
         config = read_hook_config(str(path))
         raw = yaml.safe_load(path.read_text())["fsdp_config"]
-        for key in set(raw) & set(STANDARD_KEYS) - {"fsdp_transformer_layer_cls_to_wrap"}:
-            assert getattr(config, key) == raw[key], key
+        keys = set(raw) & set(STANDARD_KEYS) - {"fsdp_transformer_layer_cls_to_wrap"}
+        assert len(keys) == fragment and {key: getattr(config, key) for key in keys} == {key: raw[key] for key in keys}
     else:
         message = error_of(str(path))
         assert str(path) in message

@@ -290,12 +290,14 @@ def test_size_policy_with_a_low_threshold_skips_containers_and_single_linears(na
 @pytest.mark.parametrize("threshold", [1, 500, 1000, 2000, 3000, 5000])
 def test_units_by_size_reach_the_threshold_without_their_inner_units(name: str, threshold: int) -> None:
     model = model_of(name)
-    try:
-        units = plan_units(model, dataclasses.replace(SIZED, fsdp_min_num_params=threshold))
-    except ValueError as error:  # nothing reaches it
-        assert str(threshold) in f"{error}".replace(",", "")
+    config = dataclasses.replace(SIZED, fsdp_min_num_params=threshold)
+    parts = [count(module) for module in model.modules() if not isinstance(module, nn.ModuleList)]
+    if threshold > max(size for size in parts if size < count(model)):
+        with pytest.raises(ValueError, match=f"fsdp_min_num_params: {threshold:,}, but no module"):
+            plan_units(model, config)
         return
-    seen: set[int] = set()
+    units, seen = plan_units(model, config), set()
+    assert units
     for unit in units:
         (module_name,) = unit.modules
         own = {id(p): p.numel() for p in model.get_submodule(module_name).parameters() if id(p) not in seen}
@@ -458,7 +460,9 @@ def test_every_parameter_is_in_exactly_one_unit_or_the_root(name: str, label: st
 
 @pytest.mark.parametrize("name", MODELS)
 def test_inner_units_come_before_outer_ones(name: str) -> None:
-    for label in [label for label in ALL_CONFIGS if label.endswith("None")]:
+    labels = [label for label in ALL_CONFIGS if label.endswith("None")]
+    assert len(labels) == 16
+    for label in labels:
         modules = [module for unit in plan_units(model_of(name), ALL_CONFIGS[label]) for module in unit.modules]
         for i, outer in enumerate(modules):
             assert not any(later.startswith(outer + ".") for later in modules[i + 1 :]), label
@@ -499,6 +503,18 @@ def test_report_reads_the_live_units(name: str, label: str, mesh: dist.device_me
         check_against_plan(live, units, [], [])
 
 
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_every_unit_and_the_root_keep_their_parameters_on_the_host_where_asked(
+    is_offloaded: bool, mesh: dist.device_mesh.DeviceMesh
+) -> None:
+    """Read off the live units; on a CPU host and device are one, so where tensors lie says nothing."""
+    config, model = dataclasses.replace(CONFIG, fsdp_offload_params=is_offloaded), build("llama")
+    units = plan_units(model, config)
+    shard(model, units, config, mesh)
+    live = read_units(model)
+    assert len(live) == len(units) + 1 and {unit["cpu_offload"] for unit in live} == {is_offloaded}
+
+
 def test_weight_of_one_row_counts_as_sharded(mesh: dist.device_mesh.DeviceMesh) -> None:
     with torch.device("meta"):
         lora = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -521,25 +537,28 @@ def test_unit_that_is_not_sharded_is_told(mesh: dist.device_mesh.DeviceMesh) -> 
 
 
 @pytest.mark.parametrize(
-    "planned",
+    ("planned", "num_units"),
     [
-        "[('model.layers.0', True), ('model.layers.0.mlp', True)]",
-        "[('model', True), ('model.layers.3', False), ('model.layers.3.mlp', True)]",
-        "[(['model.layers.0', 'model.layers.0.mlp'], True)]",
-        "[(['model.layers.0', 'lm_head'], True), ('model.layers.0.mlp', True)]",
+        ("[('model.layers.0', True), ('model.layers.0.mlp', True)]", 2),
+        ("[('model', True), ('model.layers.3', False), ('model.layers.3.mlp', True)]", 3),
+        ("[(['model.layers.0', 'lm_head'], True), ('model.layers.0.mlp', True)]", 2),
     ],
 )
-def test_users_plan_is_carried_out_or_refused_before_sharding(
-    tmp_path: Path, planned: str, mesh: dist.device_mesh.DeviceMesh
+def test_users_plan_of_units_inside_units_is_carried_out(
+    tmp_path: Path, planned: str, num_units: int, mesh: dist.device_mesh.DeviceMesh
 ) -> None:
     model, config = build("llama"), user_config(tmp_path, planned)
-    try:
-        units = plan_units(model, config)
-    except ValueError as error:
-        assert "model.layers" in str(error)
-        return
+    units = plan_units(model, config)
     shard(model, units, config, mesh)
-    check_against_plan(read_units(model), units, [], [])
+    live = read_units(model)
+    check_against_plan(live, units, [], [])
+    assert len(units) == num_units and len(live) == num_units + 1  # the root
+
+
+def test_users_unit_that_holds_a_module_twice_is_refused_before_sharding(tmp_path: Path) -> None:
+    planned = "[(['model.layers.0', 'model.layers.0.mlp'], True)]"
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp lies inside another module of the same unit"):
+        plan_units(build("llama"), user_config(tmp_path, planned))
 
 
 def test_report_tells_a_live_model_that_differs_from_the_plan(mesh: dist.device_mesh.DeviceMesh) -> None:

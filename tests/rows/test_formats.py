@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rows.formats import find_format, read_example, row_of
 from rows.labels import IGNORE_INDEX
 from rows.prepare import prepare_data, read_columns
 from rows.sources import files_by_split, load_rows, open_stream, source_notes
-from rows.tokenizing import MAX_LOST, preview, tokenize_rows
+from rows.tokenizing import LISTED, MAX_LOST, preview, tokenize_rows
 from token_rows import CASES, SAMPLE_MODEL, TEMPLATE, learnt, read, rows_of, tokenizer_of, toy_tokenizer, write
 from training.arguments import parse_arguments
 
@@ -282,24 +283,26 @@ def test_dates_numbers_and_nulls_stay_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "message", "count"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: .*holds half of a surrogate pair"),
-        ("a.jsonl", b'[{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json"),
-        ("a.jsonl", b'[\n{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json"),
-        ("a.json", b'[{"text": "a"}, 3]', r"row 2: is int, expected an object"),
-        ("a.json", b'[{"text": "a"},\n{"b": {"c": 1, "c": 2}} ]\n', r"row 2: is not JSON: the key 'c' stands twice"),
-        ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line 1: is not JSON: the key 'text' stands twice"),
-        ("a.csv", b"text,b\na,\xff\n", r"line 2: is not UTF-8"),
-        ("a.csv", b"text,b\na,1,2\n", r"line 2: has another number of fields"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8", 2),
+        ("a.jsonl", b'{"text": "\xff"}\n{"text": "a"}\n', r"line 1: is not UTF-8", 2),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: .*holds half of a surrogate pair", 2),
+        ("a.jsonl", b'[{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json", 1),
+        ("a.jsonl", b'[\n{"text": "a"}]\n', r"line 1: .*a JSON array needs the ending \.json", 2),
+        ("a.json", b'[{"text": "a"}, 3]', r"row 2: is int, expected an object", 2),
+        ("a.json", b'[{"text": "a"},\n{"b": {"c": 1, "c": 2}} ]\n', r"row 2: is not JSON: the key 'c' stands twice", 2),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line 1: is not JSON: the key 'text' stands twice", 1),
+        ("a.csv", b"text,b\na,\xff\n", r"line 2: is not UTF-8", 1),
+        ("a.csv", b"text,b\na,1,2\n", r"line 2: has another number of fields", 1),
     ],
 )
 def test_bad_file_names_line_and_finding_or_is_skipped_and_listed(
-    tmp_path: Path, name: str, content: bytes, message: str
+    tmp_path: Path, name: str, content: bytes, message: str, count: int
 ) -> None:
     path = write(tmp_path, name, content)
     rows, _ = load_rows([str(path)], "train", "test")
+    assert len(rows) == count
     with pytest.raises(ValueError, match=message):
         rows_of(rows)
     good = write(tmp_path, "good.jsonl", '{"text": "abc"}\n' * 3)
@@ -307,7 +310,9 @@ def test_bad_file_names_line_and_finding_or_is_skipped_and_listed(
     with pytest.raises(ValueError, match=rf"bad row\(s\) of \d+:\n- {path}, " + message):
         tokenize_rows(both, toy_tokenizer(), 64, "train")
     kept, line = tokenize_rows(both, toy_tokenizer(), 64, "train", skip_bad_rows=True)
-    assert len(kept) >= 3 and "bad row(s) left out" in line and str(path) in line
+    bad = 2 if content.startswith(b"[\n") else 1  # an array over two lines is two
+    assert len(kept) == count + 3 - bad
+    assert line.count(f"- {path}, ") == bad and f"; {bad} bad row(s) left out:\n- {path}, " in line
 
 
 @pytest.mark.parametrize(
@@ -473,8 +478,9 @@ def test_columns_that_the_user_names_come_first() -> None:
         read_columns("foo=bar")
 
 
-def test_mask_history_learns_the_last_answer_of_a_template_that_rewrites_earlier_ones() -> None:
-    tokenizer = tokenizer_of("qwen3")
+@pytest.mark.parametrize("name", ["qwen3 like", "qwen3"])
+def test_mask_history_learns_the_last_answer_of_a_template_that_rewrites_earlier_ones(name: str) -> None:
+    tokenizer = tokenizer_of(name)
     turns = [{"role": "user", "content": "Hi"}, {**ANSWER, "content": "Yo"}] * 2
     with pytest.raises(ValueError, match="turn 2 differently"):
         tokenize_rows(Dataset.from_list([{"messages": turns}]), tokenizer, 100, "train")
@@ -712,6 +718,69 @@ def test_preview_marks_what_is_learnt() -> None:
     assert ">>>Yo<|im_end|><<<" in preview(kept, tokenizer, 1).replace("\n", "")
 
 
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+CALL = {"name": "search", "arguments": {"what": "rice"}}
+CALLING = [
+    SHAREGPT[0],
+    {"from": "function_call", "value": json.dumps(CALL)},
+    {"from": "observation", "value": '{"found": 3}'},
+    {"from": "gpt", "value": "Three."},
+]
+TOOLS = json.dumps([{"name": "search", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}])
+FILES = {  # as their authors lay them out: file -> (its text, format, what is learnt of each row)
+    "alpaca.json": (
+        json.dumps([{"instruction": "Add", "input": "1, 2", "output": "3"}, {"instruction": "Hi", "output": "Yo"}]),
+        "instruction/output",
+        [["3<|im_end|>"], ["Yo<|im_end|>"]],
+    ),
+    "sharegpt.json": (
+        json.dumps([{"id": "a_0", "conversations": SHAREGPT * 2}], indent=2),
+        "conversations",
+        [["Yo<|im_end|>", "Yo<|im_end|>"]],
+    ),
+    "swift.jsonl": (
+        '{"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Yo"}]}\n',
+        "conversations",
+        [["Yo<|im_end|>"]],
+    ),
+    "openai.jsonl": (
+        '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, '
+        '{"role": "assistant", "content": "Yo"}]}\n',
+        "messages",
+        [["Yo<|im_end|>"]],
+    ),
+    "pairs.jsonl": ('{"prompt": "Hi", "completion": " Yo"}\n', "prompt/completion", [[" Yo<|im_end|>"]]),
+    "questions.jsonl": ('{"question": "Hi", "answer": " Yo"}\n', "prompt/completion", [[" Yo<|im_end|>"]]),
+    "pairs.tsv": ("prompt\tcompletion\nHi\t Yo\n", "prompt/completion", [[" Yo<|im_end|>"]]),
+    "lines.txt": ("Hi there\n\nYo\n", "text", [["Hi there<|im_end|>"], ["Yo<|im_end|>"]]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_of_each_common_layout_is_read_whole_and_its_answers_learnt(tmp_path: Path, name: str) -> None:
+    text, row_format, answers = FILES[name]
+    columns = {"prompt": "question", "completion": "answer"} if name.startswith("questions") else {}
+    rows, _ = load_rows([str(write(tmp_path, name, text))], "train", "test")
+    tokenizer = tokenizer_of("sample")
+    kept, line = tokenize_rows(rows, tokenizer, 100, "train", columns=columns)
+    assert f"{len(answers)} rows ({row_format})" in line
+    assert [learnt(row["input_ids"], row["labels"], tokenizer) for row in kept] == answers
+
+
+def test_tool_calls_reach_a_template_that_knows_tools_and_stop_at_one_that_does_not(tmp_path: Path) -> None:
+    path = write(tmp_path, "calls.json", json.dumps([{"conversations": CALLING, "tools": TOOLS}]))
+    rows, _ = load_rows([str(path)], "train", "test")
+    tokenizer = tokenizer_of("qwen3 like")
+    (row,), _ = tokenize_rows(rows, tokenizer, 1000, "train")
+    call, answer = learnt(row["input_ids"], row["labels"], tokenizer)
+    assert '<tool_call>\n{"name": "search", "arguments": {"what": "rice"}}\n</tool_call><|im_end|>' in call
+    assert answer.endswith("Three.<|im_end|>")
+    text = tokenizer.decode(row["input_ids"])
+    assert '"description": "Finds."' in text.partition("\n</tools>")[0] and '{"found": 3}' in text
+    with pytest.raises(ValueError, match="the chat template leaves out the tool 'search'"):
+        tokenize_rows(rows, tokenizer_of("llama3 like"), 1000, "train")
+
+
 REAL = {  # file -> (format, rows that are kept with the sample's template)
     "alpaca_zh_demo.json": ("instruction/output", 1000),
     "fastchat_dummy_conversation.json": ("conversations", 500),
@@ -739,13 +808,29 @@ def test_real_file_is_read_whole(name: str) -> None:
 
 
 def test_real_tool_calls_reach_a_template_that_knows_tools_and_stop_at_one_that_does_not() -> None:
+    """Of 300 chats 191 name tools, 153 call one. Qwen3's template writes earlier answers anew: all but the chats of one
+    answer need --mask_history."""
     path = CASES / "data" / "glaive_toolcall_en_demo.json"
     if not path.is_file():
         pytest.skip(f"{path} is not part of a clone")
     rows, _ = load_rows([str(path)], "train", "test")
-    _, line = tokenize_rows(rows, tokenizer_of("qwen3"), 100_000, "train", skip_bad_rows=True)
-    assert "300 rows" in line or "bad row(s) left out" in line
-    with pytest.raises(ValueError, match="the chat template leaves out the tool"):
+    tokenizer = tokenizer_of("qwen3")
+    kept, line = tokenize_rows(rows, tokenizer, 100_000, "train", skip_bad_rows=True)
+    first, *bad = line.splitlines()
+    assert len(kept) == 39 and first.startswith("train data: 39 rows (conversations), ")
+    assert first.endswith("; 261 bad row(s) left out:") and "261 of 300 rows are bad" in bad[-1]
+    assert sum("turn 2 differently" in problem and "--mask_history" in problem for problem in bad) == LISTED
+    kept, line = tokenize_rows(rows, tokenizer, 100_000, "train", mask_history=True)
+    assert len(kept) == 300 and "left out" not in line
+    found = Counter()
+    for row, ids in zip(rows_of(rows), kept["input_ids"], strict=True):
+        text, tools = tokenizer.decode(ids), json.loads(row["tools"] or "[]")
+        calls = [json.loads(turn["value"]) for turn in row["conversations"] if turn["from"] == "function_call"]
+        assert all(f'"name": "{tool["name"]}"' in text.partition("\n</tools>")[0] for tool in tools)
+        assert all(f'<tool_call>\n{{"name": "{call["name"]}", "arguments": ' in text for call in calls)
+        found.update(tools=bool(tools), calling=bool(calls))
+    assert found == {"tools": 191, "calling": 153}
+    with pytest.raises(ValueError, match=r"191 bad row\(s\) of 300:\n- .*the chat template leaves out the tool"):
         tokenize_rows(rows, tokenizer_of("llama3_1"), 100_000, "train")
 
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rows.batches import (
 from rows.formats import read_chat
 from rows.labels import encode_all
 from rows.tokenizing import tokenize_rows, tokenizer_key
-from token_rows import CASES, TEMPLATE, learnt, read, tokenizer_of, toy_tokenizer, write
+from token_rows import CASES, HEADERS, PROMPT, TEMPLATE, learnt, llama3_like, read, tokenizer_of, toy_tokenizer, write
 from tokenizers import processors
 from training.losses import IGNORE_INDEX, micro_batch_loss, num_label_tokens, token_loss_sum
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -36,6 +37,9 @@ TURNS = [
     {"role": "user", "content": "And now?"},
     {"role": "assistant", "content": "Good bye."},
 ]
+
+
+THINKS = pytest.mark.parametrize("name", ["qwen3 like", "qwen3"])
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +62,9 @@ def tokenize(rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: i
 # --- the label mask of a chat
 
 
-@pytest.mark.parametrize(("name", "end"), [("sample", "<|im_end|>"), ("llama3_1", "<|eot_id|>")])
+@pytest.mark.parametrize(
+    ("name", "end"), [("sample", "<|im_end|>"), ("llama3 like", "<|eot_id|>"), ("llama3_1", "<|eot_id|>")]
+)
 @pytest.mark.parametrize("head", [[], [SYSTEM]])
 def test_exactly_the_assistant_turns_and_their_ends_are_learnt(name: str, end: str, head: list[dict]) -> None:
     tokenizer = tokenizer_of(name)
@@ -66,7 +72,7 @@ def test_exactly_the_assistant_turns_and_their_ends_are_learnt(name: str, end: s
     assert learnt(ids, labels, tokenizer) == [TURNS[1]["content"] + end, TURNS[3]["content"] + end]
 
 
-@pytest.mark.parametrize("name", ["sample", "llama3_1", "qwen3"])
+@pytest.mark.parametrize("name", ["sample", "llama3 like", "qwen3 like", "llama3_1", "qwen3"])
 def test_chat_has_the_ids_that_the_templates_own_call_gives(name: str) -> None:
     tokenizer = tokenizer_of(name)
     for messages in (TURNS[:2], [SYSTEM, *TURNS[:2]]):
@@ -83,8 +89,9 @@ def test_labels_agree_with_the_samples_own_generation_markers() -> None:
     assert [int(label != IGNORE_INDEX) for label in labels] == encoded["assistant_masks"]
 
 
-def test_single_turn_of_a_thinking_template_learns_what_follows_the_generation_prompt() -> None:
-    tokenizer = tokenizer_of("qwen3")
+@THINKS
+def test_single_turn_of_a_thinking_template_learns_what_follows_the_generation_prompt(name: str) -> None:
+    tokenizer = tokenizer_of(name)
     ids, labels = tokenize_chat(TURNS[:2], tokenizer)
     (text,) = learnt(ids, labels, tokenizer)
     assert text.endswith(TURNS[1]["content"] + "<|im_end|>")
@@ -107,14 +114,14 @@ def test_template_that_rewrites_an_earlier_turn_is_never_masked_silently() -> No
     assert learnt(*tokenize_chat(last_only, tokenizer), tokenizer) == ["b</s>"]
 
 
-def test_multi_turn_chat_of_a_thinking_template_is_masked_or_refused_by_name() -> None:
-    tokenizer = tokenizer_of("qwen3")
-    try:
-        ids, labels = tokenize_chat(TURNS, tokenizer)
-    except ValueError as error:
-        assert "turn 2" in str(error)
-        return
-    assert [text.endswith("<|im_end|>") for text in learnt(ids, labels, tokenizer)] == [True, True]
+@THINKS
+def test_multi_turn_chat_of_a_thinking_template_is_refused_unless_the_last_answer_alone_is_learnt(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    with pytest.raises(ValueError, match=r"turn 2 differently .*<think>.* alone.*--mask_history"):
+        tokenize_chat(TURNS, tokenizer)
+    ids, labels = tokenize_chat([TURNS[0], {**TURNS[1], "weight": 0}, *TURNS[2:]], tokenizer)
+    (text,) = learnt(ids, labels, tokenizer)
+    assert text.endswith("Good bye.<|im_end|>")
 
 
 def test_template_without_generation_markers_still_learns_the_answers() -> None:
@@ -157,8 +164,6 @@ def test_variables_that_are_no_object_or_are_ours_to_set_name_their_row(options:
 
 # --- the end of a turn
 
-HEADERS = "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-PROMPT = "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 MARKED = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
     "{% endif %}"
@@ -166,35 +171,46 @@ MARKED = (
 SHORT = [{"role": "user", "content": "q!"}, {"role": "assistant", "content": "a!"}] * 2
 
 
-def llama3_with(chat_template: str | dict[str, str], **options: str) -> PreTrainedTokenizerBase:
-    tokenizer = copy.copy(tokenizer_of("llama3_1"))
-    if options:
-        tokenizer = AutoTokenizer.from_pretrained(CASES / "tokenizers" / "llama3_1", **options)
-    tokenizer.chat_template = chat_template
-    return tokenizer
+WithTemplate = Callable[..., PreTrainedTokenizerBase]
+
+
+@pytest.fixture(params=["llama3 like", "llama3_1"])
+def llama3_with(request: pytest.FixtureRequest) -> WithTemplate:
+    def made(chat_template: str | dict[str, str], **roles: str) -> PreTrainedTokenizerBase:
+        tokenizer = copy.copy(tokenizer_of(request.param))
+        if roles and request.param == "llama3_1":
+            tokenizer = AutoTokenizer.from_pretrained(CASES / "tokenizers" / "llama3_1", **roles)
+        elif roles:
+            tokenizer = llama3_like(**roles)
+        tokenizer.chat_template = chat_template
+        return tokenizer
+
+    return made
 
 
 @pytest.mark.parametrize("blank", ["", "\n", " "])
-def test_end_of_turn_after_a_newline_is_trained(blank: str) -> None:
+def test_end_of_turn_after_a_newline_is_trained(llama3_with: WithTemplate, blank: str) -> None:
     tokenizer = llama3_with(HEADERS + MARKED + "{{ " + repr(blank) + " }}<|eot_id|>" + PROMPT)
     assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == [f"a!{blank}<|eot_id|>"] * 2
 
 
-def test_end_of_turn_that_is_neither_eos_nor_pad_is_trained() -> None:
+def test_end_of_turn_that_is_neither_eos_nor_pad_is_trained(llama3_with: WithTemplate) -> None:
     end = "<|end_of_text|>"
     tokenizer = llama3_with(HEADERS + MARKED + "<|eot_id|>" + PROMPT, eos_token=end, pad_token=end)
     assert "<|eot_id|>" not in tokenizer.all_special_tokens
     assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == ["a!<|eot_id|>"] * 2
 
 
-def test_end_of_turn_that_is_plain_text_after_the_marked_answer_is_trained() -> None:
+def test_end_of_turn_that_is_plain_text_after_the_marked_answer_is_trained(llama3_with: WithTemplate) -> None:
     tokenizer = llama3_with(HEADERS + MARKED + "[END]" + PROMPT)
     assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == ["a![END]"] * 2
 
 
 @pytest.mark.parametrize("start", ["<|begin_of_text|>", "<|start_header_id|>"])
 @pytest.mark.parametrize("middle", [MARKED, "{{ m.content }}"], ids=["marked", "unmarked"])
-def test_start_of_the_next_turn_is_not_learnt_as_an_end_and_the_missing_end_is_said(start: str, middle: str) -> None:
+def test_start_of_the_next_turn_is_not_learnt_as_an_end_and_the_missing_end_is_said(
+    llama3_with: WithTemplate, start: str, middle: str
+) -> None:
     tokenizer = llama3_with((HEADERS + middle + PROMPT).replace("<|start_header_id|>", start))
     (row,), line = tokenize([{"messages": SHORT}], tokenizer)
     assert learnt(row["input_ids"], row["labels"], tokenizer) == ["a!", "a!"]
@@ -223,7 +239,7 @@ def test_end_token_of_an_answer_stays_where_the_template_writes_none() -> None:
     assert learnt(*tokenize_chat(chat, twice), twice) == ["b</s>"]
 
 
-def test_generation_markers_of_the_template_in_use_of_several_are_read() -> None:
+def test_generation_markers_of_the_template_in_use_of_several_are_read(llama3_with: WithTemplate) -> None:
     marked = HEADERS + MARKED.replace("{% generation %}", "x\n{% generation %}") + "<|eot_id|>" + PROMPT
     tokenizer = llama3_with({"default": marked, "tool_use": HEADERS + "{{ m.content }}" + PROMPT})
     assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == ["a!<|eot_id|>"] * 2  # without markers: x too
@@ -293,16 +309,18 @@ def test_tool_result_that_the_template_writes_as_json_is_read() -> None:
     assert learnt(*tokenize_chat([ASKED, result, answer], tokenizer), tokenizer) == ["warm</s>"]
 
 
-def test_reasoning_that_the_template_lays_out_anew_is_learnt() -> None:
-    tokenizer = tokenizer_of("qwen3")
+@THINKS
+def test_reasoning_that_the_template_lays_out_anew_is_learnt(name: str) -> None:
+    tokenizer = tokenizer_of(name)
     chat = [ASKED, {"role": "assistant", "content": "<think>Odd.</think>It is 1."}]
     expected = "<think>\nOdd.\n</think>\n\nIt is 1.<|im_end|>"
     assert learnt(*tokenize_chat(chat, tokenizer), tokenizer) == [expected]
 
 
-def test_calls_in_an_earlier_turn_after_results_in_user_turns_are_read() -> None:
+@THINKS
+def test_calls_in_an_earlier_turn_after_results_in_user_turns_are_read(name: str) -> None:
     """What Qwen writes of earlier turns depends on the text of later ones: all pieces at once would mislead."""
-    tokenizer = tokenizer_of("qwen3")
+    tokenizer = tokenizer_of(name)
     call = {"role": "assistant", "content": "", "reasoning_content": "Look.", "tool_calls": CALLS}
     result = {"role": "user", "content": "<tool_response>\n1\n</tool_response>"}
     ids, labels = tokenize_chat([ASKED, call, result, {"role": "assistant", "content": "1"}], tokenizer)
@@ -322,23 +340,34 @@ def test_pair_whose_seam_a_token_would_cross_is_tokenised_apart_and_counted() ->
     assert "1 tokenised as prompt and completion apart" in line
 
 
-def test_seam_is_seen_where_the_tokenizer_trims_blanks_from_offsets() -> None:
-    tokenizer_of("qwen3")
-    tokenizer = AutoTokenizer.from_pretrained(CASES / "tokenizers" / "qwen3")
+@pytest.mark.parametrize(("name", "completion"), [("sample", "there"), ("qwen3", "Yes")])
+def test_seam_is_seen_where_the_tokenizer_trims_blanks_from_offsets(name: str, completion: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(name).name_or_path)  # one of its own, to change
+    assert len(tokenizer(" " + completion)["input_ids"]) == 1
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
     assert tokenizer(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
-    (row,), line = tokenize([{"prompt": "Answer: ", "completion": "Yes"}], tokenizer)
-    assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["Answer", ":", "Ġ", "Yes", "<|im_end|>"]
-    assert [label != IGNORE_INDEX for label in row["labels"]] == [False, False, False, True, True]
+    (row,), line = tokenize([{"prompt": "Answer: ", "completion": completion}], tokenizer)
+    apart = [tokenizer(text)["input_ids"] for text in ("Answer: ", completion + "<|im_end|>")]
+    assert row["input_ids"] == apart[0] + apart[1] and row["labels"] == [IGNORE_INDEX] * len(apart[0]) + apart[1]
     assert "1 tokenised as prompt and completion apart" in line
     (row,), _ = tokenize([{"prompt": "Answer:", "completion": "\n\nYes"}], tokenizer)
     assert learnt(row["input_ids"], row["labels"], tokenizer) == ["\n\nYes<|im_end|>"]
     assert tokenizer(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
 
 
-@pytest.mark.parametrize(("prompt", "completion"), [("Hello", "world"), ("Answer: ", "Yes")])
-def test_completion_after_a_seam_gets_no_blank_from_a_sentencepiece_tokenizer(prompt: str, completion: str) -> None:
-    tokenizer = tokenizer_of("llama2")
+@pytest.mark.parametrize(
+    ("name", "prompt", "completion"),
+    [
+        ("llama2 like", "ho", "w"),
+        ("llama2 like", "ho: ", "a"),
+        ("llama2", "Hello", "world"),
+        ("llama2", "Answer: ", "Yes"),
+    ],
+)
+def test_completion_after_a_seam_gets_no_blank_from_a_sentencepiece_tokenizer(
+    name: str, prompt: str, completion: str
+) -> None:
+    tokenizer = tokenizer_of(name)
     (row,), line = tokenize([{"prompt": prompt, "completion": completion}], tokenizer)
     assert row["input_ids"][: row["labels"].index(row["labels"][-2])] == tokenizer(prompt)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(row["labels"][-2:]) == [completion, "</s>"]
@@ -368,7 +397,7 @@ def test_pad_equal_to_eos_does_not_mask_the_real_eos() -> None:
     assert batch["input_ids"].tolist() == [[0, 2, 1, 1], [0, 2, 3, 1]]
 
 
-@pytest.mark.parametrize("name", ["stories260K", "llama2", "llama3_1"])
+@pytest.mark.parametrize("name", ["llama2 like", "llama3 like", "stories260K", "llama2", "llama3_1"])
 @pytest.mark.parametrize(
     "row", [{"prompt": "once upon", "completion": " a time é 🙂"}, {"text": "once upon a time"}], ids=["pair", "text"]
 )
@@ -387,7 +416,7 @@ def test_row_has_exactly_one_begin_token_and_one_end_token(name: str, row: dict[
         assert labels[1:] == ids[1:]
 
 
-@pytest.mark.parametrize("name", ["sample", "llama3_1"])
+@pytest.mark.parametrize("name", ["sample", "llama3 like", "llama3_1"])
 def test_chat_has_no_second_begin_token_before_the_templates_own(name: str) -> None:
     tokenizer = tokenizer_of(name)
     ids, _ = tokenize_chat(TURNS, tokenizer)

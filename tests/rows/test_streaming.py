@@ -78,16 +78,20 @@ def test_order_is_that_of_one_rank_and_resumes_at_any_step_on_any_number_of_rank
 
 def test_rows_are_numbered_in_the_order_of_the_epoch() -> None:
     order = [n for batches, _ in take(numbers(23), 1, 0, 1, 4) for batch in batches for n in batch]
+    seen_by_all = []
     for rank in range(2):
         for (batches, _, row_numbers), _ in zip(
             stream_steps(numbers(23), Share(2, 2, rank, 2), seed=0, pad_token_id=99), range(3)
         ):
             seen = [ids for batch, of_batch in zip(batches, row_numbers) for ids in batch["input_ids"] if of_batch]
             assert [order[n] for of_batch in row_numbers for n in of_batch] == [ids[0].item() for ids in seen]
+            seen_by_all += [n for of_batch in row_numbers for n in of_batch]
+    assert sorted(seen_by_all) == list(range(23))
 
 
 def test_stream_is_packed_window_by_window() -> None:
     batches, _, _ = next(stream_steps(numbers(10, packed_length=6), Share(1, 2, 0, 1), seed=0, pad_token_id=99))
+    assert len(batches) == 2
     assert all(
         batch["position_ids"][0].tolist()[:4] == [0, 1, 0, 1] and "attention_mask" not in batch for batch in batches
     )

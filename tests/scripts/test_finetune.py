@@ -126,7 +126,9 @@ def test_learning_rate_depends_on_the_step_alone(default_run):
     """A scheduler inside `prepare` would step once per process and reach zero after half of the run."""
     import math
 
-    for step, row in steps_of(default_run[0]).items():
+    rows = steps_of(default_run[0])
+    assert set(rows) == set(range(5, 61, 5))
+    for step, row in rows.items():
         done = step - 1  # steps before this one
         share = done / 10 if done < 10 else 0.5 * (1 + math.cos(math.pi * (done - 10) / 50))
         assert row["learning_rate"] == pytest.approx(5e-4 * share, rel=1e-6)

@@ -17,21 +17,36 @@ pytestmark = [
 ]
 MIB = 2**20
 RECIPE = RECIPES / "finetune.py"
+PROCESSES = min(2, max(1, torch.cuda.device_count()))  # one per GPU; two where there are
 
 
-def changed_yaml(path, **changes):
-    values = yaml.safe_load((CONFIGS / "default.yaml").read_text())
+def changed_yaml(path, name="default", **changes):
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     values["mixed_precision"] = changes.pop("mixed_precision", values["mixed_precision"])
-    values["num_processes"] = 1
+    values["num_processes"] = PROCESSES
     values["fsdp_config"].update(changes)
     path.write_text(yaml.safe_dump(values, sort_keys=False))
     return path
 
 
-def train(config, folder, *arguments):
-    done = accelerate_launch(RECIPE, "--output_dir", folder, *arguments, config=config)
+def train(config, folder, *arguments, script=RECIPE):
+    done = accelerate_launch(script, "--output_dir", folder, *arguments, config=config)
     assert done.returncode == 0, done.stdout[-4000:]
+    run = json.loads((folder / "run.json").read_text())
+    assert run["num_processes"] == PROCESSES
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def llama(folder, num_tokens, **sizes):
+    """(a random Llama with the sample's tokenizer, 32 rows of at least so many tokens; its number of parameters)."""
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=16, max_position_embeddings=2048)).bfloat16()
+    model.save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RECIPES / "sample" / "model" / name, folder / "model")
+    rows = folder / "rows.jsonl"
+    rows.write_text((json.dumps({"text": "one two three four five " * num_tokens}) + "\n") * 32)
+    arguments = ["--model_name_or_path", folder / "model", "--dataset_name", rows, "--report_to", "none"]
+    return [*arguments, "--logging_steps", 1], model.num_parameters()
 
 
 def test_fp16_skips_overflowing_steps_lowers_the_scale_and_learns(tmp_path):
@@ -43,17 +58,56 @@ def test_fp16_skips_overflowing_steps_lowers_the_scale_and_learns(tmp_path):
     assert steps[-1]["skipped_steps"] < 30 and steps[-1]["loss"] < 0.1 * steps[0]["loss"]
 
 
+ROWS, LENGTH, HIDDEN, LAYERS = 16, 1024, 512, 16  # each block's input: 32 MiB
+
+
+@pytest.fixture(scope="module")
+def not_offloaded(tmp_path_factory):
+    """(arguments, parameters, metrics) of four steps in fp32 with everything on the GPU. Memory is highest at the loss:
+    the inputs of 16 recomputed blocks are 512 MiB, parameters 120 MiB on one GPU, moments twice that; there are no
+    gradients yet."""
+    folder = tmp_path_factory.mktemp("plain")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": 2048}
+    arguments, parameters = llama(folder, LENGTH, **sizes)
+    arguments += ["--per_device_train_batch_size", ROWS, "--max_length", LENGTH, "--max_steps", 4]
+    arguments += ["--gradient_accumulation_steps", 1, "--learning_rate", 1e-4]
+    config = changed_yaml(folder / "plain.yaml", mixed_precision="no")
+    rows = train(config, folder / "out", *arguments, script=ROOT / "tests" / "offload_worker.py")
+    assert len(rows) == 4 and {(*row["parameters_on"], *row["moments_on"]) for row in rows} == {("cuda", "cuda")}
+    return arguments, parameters, rows
+
+
 @pytest.mark.parametrize(
-    "key", ["fsdp_offload_params", "hook_offload_optimizer", "fsdp_activation_checkpointing_offload"]
+    ("key", "parameters_on", "moments_on"),
+    [
+        ("fsdp_offload_params", "cpu", "cpu"),
+        ("hook_offload_optimizer", "cuda", "cpu, pinned"),
+        ("fsdp_activation_checkpointing_offload", "cuda", "cuda"),
+    ],
 )
-def test_offload_changes_nothing_but_memory(tmp_path, key):
-    short = ("--max_steps", 6, "--logging_steps", 1, "--predict_with_generate", "false")
-    plain = train(changed_yaml(tmp_path / "plain.yaml", mixed_precision="no"), tmp_path / "plain", *short)
-    offloaded = train(
-        changed_yaml(tmp_path / "offloaded.yaml", mixed_precision="no", **{key: True}), tmp_path / "offloaded", *short
-    )
-    for row, other in zip(plain, offloaded, strict=True):
-        assert other.get("loss") == pytest.approx(row.get("loss"), rel=1e-5)
+def test_offload_puts_what_it_names_into_host_memory_and_changes_nothing_else(
+    not_offloaded, tmp_path, key, parameters_on, moments_on
+):
+    """Losses to 1e-5, for AdamW's fused kernels of two devices round otherwise. Memory, allocated and reserved, falls
+    by half at least of what leaves; the planner says 0.7 to 1.0 of it: some of it visits, or the peak moves."""
+    arguments, parameters, plain = not_offloaded
+    config = changed_yaml(tmp_path / "offloaded.yaml", mixed_precision="no", **{key: True})
+    rows = train(config, tmp_path / "out", *arguments, script=ROOT / "tests" / "offload_worker.py")
+    assert len(rows) == len(plain) == 4
+    for row, other in zip(plain, rows):
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
+        assert [kind.removesuffix(", pinned") for kind in other["parameters_on"]] == [parameters_on]  # between steps
+        assert other["moments_on"] == [moments_on]
+        assert (other["slices"] > 1) == (key == "hook_offload_optimizer")
+    moments = 2 * 4 * parameters / PROCESSES
+    leaves = {
+        "fsdp_offload_params": moments + 4 * parameters / PROCESSES,
+        "hook_offload_optimizer": moments,
+        "fsdp_activation_checkpointing_offload": LAYERS * ROWS * LENGTH * HIDDEN * 4,
+    }[key]
+    saved = {name: (plain[-1][name] - rows[-1][name]) * 2**30 for name in ("peak_allocated_gib", "peak_mem_gib")}
+    assert min(saved.values()) >= 0.5 * leaves, saved
 
 
 def test_optimizer_state_is_on_the_device_a_slice_at_a_time(monkeypatch):
@@ -88,21 +142,13 @@ def test_offload_asks_for_a_cpu_backend_beside_nccl(tmp_path):
     assert "cpu" in json.loads(line.removeprefix("FOUND "))["backend"]
 
 
-@pytest.mark.parametrize("yaml_name", ["default.yaml", "performance.yaml", "mem_limit.yaml"])
+@pytest.mark.parametrize("yaml_name", ["default", "performance", "mem_limit"])
 def test_planned_memory_is_what_a_run_takes(tmp_path, yaml_name):
     """Allocated to 2%, reserved to 5%: a model large enough that cuBLAS' workspaces are small beside it."""
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "vocab_size": 32000}
-    config = LlamaConfig(**sizes, num_attention_heads=16, max_position_embeddings=2048)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(RECIPES / "sample" / "model" / name, tmp_path / "model")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text((json.dumps({"text": "one two three four five " * 2000}) + "\n") * 16)
-    yaml_path = tmp_path / "one.yaml"
-    values = yaml.safe_load((CONFIGS / yaml_name).read_text())
-    yaml_path.write_text(yaml.safe_dump({**values, "num_processes": 1}, sort_keys=False))
-    arguments = ["--model_name_or_path", tmp_path / "model", "--dataset_name", rows, "--max_length", 2048]
-    arguments += ["--gradient_accumulation_steps", 2, "--max_steps", 3, "--logging_steps", 1, "--report_to", "none"]
+    arguments, _ = llama(tmp_path, 2000, **sizes)
+    yaml_path = changed_yaml(tmp_path / "same.yaml", yaml_name)
+    arguments += ["--max_length", 2048, "--gradient_accumulation_steps", 2, "--max_steps", 3]
     measured = train(yaml_path, tmp_path / "out", *arguments)[-1]
     run([sys.executable, str(RECIPES / "report.py"), str(tmp_path / "out"), "--plan"])
     planned = json.loads((tmp_path / "out" / "plan.json").read_text())["step"]

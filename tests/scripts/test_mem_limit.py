@@ -12,6 +12,7 @@ from bench_meter import StepMeter
 from cells import check_cell, launch_worker
 from in_process import finetune_in_process
 from launching import RECIPES, part_of_sample, small_model
+from offload_worker import note_places
 from tools.proof.shrink import build_tiny_model
 from training import chunked_loss
 from training.arguments import MemLimitArguments, parse_arguments
@@ -99,12 +100,15 @@ def test_loss_in_chunks_is_as_exact_as_the_plain_loss(sharded):
 
 
 def test_loss_in_chunks_gathers_the_head_no_more_often(sharded):
+    assert set(sharded["collectives"]) == {"block", "embeddings"}
     for plain, chunked in sharded["collectives"].values():
-        assert plain == chunked
+        assert plain == chunked and min(plain) > 0
 
 
 def test_optimizer_step_in_slices_is_bit_equal(sharded):
     assert sharded["offloaded_same_bits"] == [True, True]
+    for plain, offloaded in sharded["slices"]:
+        assert plain == 0 and offloaded > 1
 
 
 @pytest.mark.parametrize("family", ["bert", "rwkv"])
@@ -136,14 +140,16 @@ def test_auto_find_batch_size_starts_with_the_rows_of_a_step():
         parse_arguments([*named, "--auto_find_batch_size"])
 
 
-def test_script_learns_the_sample_under_its_yaml(tmp_path):
+def test_script_learns_the_sample_under_its_yaml_with_an_optimizer_that_is_offloaded(tmp_path):
     sample = RECIPES / "sample"
     arguments = ["--config", sample / "arguments.yaml", "--model_name_or_path", small_model(), "--eval_steps", 0]
     arguments += ["--dataset_name", part_of_sample(tmp_path / "data", 32), "--max_steps", 16, "--output_dir", tmp_path]
     arguments += ["--max_new_tokens", 8]
-    done = finetune_in_process(arguments, tmp_path / "log", config="mem_limit", script="finetune_mem_limit")
+    options = {"config": "mem_limit", "script": "finetune_mem_limit", "before": note_places}
+    done = finetune_in_process(arguments, tmp_path / "log", **options)
     assert not any(done.codes), done.output[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, after = [row["eval_loss"] for row in rows if "eval_loss" in row]
     assert after < 0.5 * before
+    assert [row["slices"] for row in rows if "loss" in row] == [1] * 4  # a small model's state is one slice
     assert "exact_match_before" in rows[-1]  # it answered, before and after

@@ -91,7 +91,7 @@ def test_the_given_config_stays_as_it_was(model_type):
 
 
 def test_rules_that_are_no_sizes_are_kept():
-    sized = {"use_cache", "is_decoder", "layer_types", "rope_parameters"}
+    sized, compared = {"use_cache", "is_decoder", "layer_types", "rope_parameters"}, Counter()
     for model_type in FAMILIES:
         given, tiny = (
             config.to_dict() for config in (CONFIG_MAPPING[model_type](), shrink_config(CONFIG_MAPPING[model_type]()))
@@ -100,6 +100,8 @@ def test_rules_that_are_no_sizes_are_kept():
             is_size = isinstance(value, (int, list, dict, tuple)) and not isinstance(value, bool)
             if not is_size and name not in sized and "drop" not in name and value is not None:
                 assert tiny[name] == value, (model_type, name)
+                compared[model_type] += 1
+    assert set(compared) == set(FAMILIES) and min(compared.values()) >= 5
 
 
 def test_windows_caps_ties_and_head_ratios_are_kept():

@@ -1,6 +1,7 @@
 """Parameter groups, and moving the optimizer's state, on one rank over gloo."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hook_cases import CONFIG, adamw
 from hooks.activation_checkpointing import apply_activation_checkpointing
 from saving.state import in_full, take_quantized, training_tensors
 from tiny_models import tiny_llama
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -42,7 +44,7 @@ def test_model_with_nothing_to_train_is_refused():
         make_optimizer(model, adamw(1e-3), CONFIG)
 
 
-def trained(optimizer_of, after_first_step=lambda: None):
+def trained(optimizer_of, after_first_step=lambda optimizer: None):
     """(the weights after some steps, the optimizer, the model) of the same tiny model."""
     torch.manual_seed(0)
     model = tiny_llama()
@@ -54,7 +56,7 @@ def trained(optimizer_of, after_first_step=lambda: None):
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:  # the state is made
-            after_first_step()
+            after_first_step(optimizer)
     return [parameter.detach().clone() for parameter in model.parameters()], optimizer, model
 
 
@@ -63,10 +65,16 @@ def make(model, is_offloaded):
     return make_optimizer(model, adamw(1e-3, 0.1), config)
 
 
-def test_step_in_slices_is_bit_equal_and_holds_two_slices_at_most(monkeypatch):
+def addresses(optimizer):
+    """Where each moment lies in memory."""
+    states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    return [state[name].data_ptr() for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_step_in_slices_is_bit_equal_holds_two_slices_at_most_and_leaves_the_state_where_it_lay(monkeypatch):
     """Bytes are counted where state is put beside its place at home: what would be on the device."""
     monkeypatch.setattr(OffloadedAdamW, "slice_bytes", 20_000)
-    visiting, largest, own_put = {}, [0], optimizer_module.put
+    visiting, largest, own_put, home = {}, [0], optimizer_module.put, []
 
     def counted(state, name, value):
         is_home = (id(state), name) in visiting
@@ -78,9 +86,12 @@ def test_step_in_slices_is_bit_equal_and_holds_two_slices_at_most(monkeypatch):
         own_put(state, name, value)
 
     expected, plain, _ = trained(lambda model: make(model, False))
-    found, optimizer, model = trained(
-        lambda model: make(model, True), lambda: monkeypatch.setattr(optimizer_module, "put", counted)
-    )
+
+    def watch(optimizer):
+        home.extend(addresses(optimizer))
+        monkeypatch.setattr(optimizer_module, "put", counted)
+
+    found, optimizer, model = trained(lambda model: make(model, True), watch)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     slices = list(optimizer.slices())
     assert len(slices) >= 5
@@ -88,9 +99,47 @@ def test_step_in_slices_is_bit_equal_and_holds_two_slices_at_most(monkeypatch):
     assert len(held) == len(set(held)) == sum(parameter.requires_grad for parameter in model.parameters())
     state_bytes = sum(2 * parameter.nbytes for parameter in held)
     assert 0 < max(largest) < 0.5 * state_bytes  # all of it at once would be 1.0
+    assert not visiting and addresses(optimizer) == home and len(home) == 2 * len(held)
+    assert len(plain.state) == len(optimizer.state) == len(held)
     for parameter, state in plain.state.items():
         (other,) = [s for p, s in optimizer.state.items() if torch.equal(p, parameter)][:1]
         assert torch.equal(other["exp_avg"], state["exp_avg"]) and other["step"] == state["step"] == 3
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Tensors of a GPU that is not there: they have a device and no values, so nothing is copied, and no streams."""
+    monkeypatch.setattr(torch, "Stream", mock.MagicMock())
+    for name in ("current_stream", "synchronize"):
+        monkeypatch.setattr(torch.accelerator, name, mock.MagicMock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_, **__: self)
+    with FakeTensorMode():
+        yield torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_state_of_an_offloaded_optimizer_is_in_host_memory_between_steps(monkeypatch, fake_gpu, is_offloaded):
+    """16 matrices of 2 x 64 KiB of state, two to a slice; at the end of a slice's step the next one is there too."""
+    monkeypatch.setattr(OffloadedAdamW, "slice_bytes", 2 * 2 * 2**16)
+    model = torch.nn.ParameterList(torch.empty(128, 128, device=fake_gpu) for _ in range(16))
+    optimizer, take_back, in_steps = make(model, is_offloaded), OffloadedAdamW.take_back, []
+
+    def on_device(*_):
+        moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        return len(moments), sum(value.device == fake_gpu for value in moments) // 2
+
+    def counted(*args):
+        in_steps.append(on_device()[1])
+        take_back(*args)
+
+    monkeypatch.setattr(OffloadedAdamW, "take_back", counted)
+    for _ in range(3):
+        for parameter in model:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        assert on_device() == (2 * 16, 0 if is_offloaded else 16)
+    assert in_steps == ([2] * 8 + ([4] * 7 + [2]) * 2 if is_offloaded else [])  # in the first step they are made
 
 
 def test_groups_keep_their_own_decay_and_rate_across_slices(monkeypatch):
