@@ -142,7 +142,7 @@ def main() -> None:
     results["dropout, after an evaluation"] = same_bits(
         run(dropout, before_training=after_evaluation("forward")), expected
     )
-    with mock.patch.object(out_of_memory, "set_random_state"):
+    with mock.patch.object(out_of_memory, "set_generator_states"):
         results["dropout, not rewound"] = same_bits(run(dropout, **on), expected)
     said.clear()
 
