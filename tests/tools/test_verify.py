@@ -360,7 +360,7 @@ def test_rank_that_skips_a_collective_ends_the_run(monkeypatch, capfd):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
-    code = "import os, sys, time, cpu_ranks\n"
+    code = "import os, sys, time\nfrom tools.proof import cpu_ranks\n"
     code += "def rank(_): open(f'{sys.argv[1]}/{os.getpid()}', 'w'); time.sleep(10_000)\n"
     code += "cpu_ranks.run_on_cpu_ranks(rank, None, 2)"
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=RECIPES)
