@@ -55,7 +55,7 @@ from training.metrics import MetricsLog, StepMeter, memory
 from training.model import add_adapters, check_architecture, check_rows, dtype_named, load_model, load_tokenizer
 from training.non_finite import NonFiniteSteps
 from training.optimizer import make_optimizer, make_scheduler, prepare
-from training.origin import origin_line
+from training.origin import origin_lines
 from training.out_of_memory import OPTIMIZER, SmallerMicroBatches, stop_if_out_of_memory
 from training.profiling import StepProfiler
 from training.progress import Progress, follow_blocks
@@ -74,8 +74,6 @@ def main() -> None:
         config = read_hook_config(arguments.accelerate_config)
     with stop_together():
         accelerator = make_accelerator(config, arguments)
-    if origin := origin_line(Path(__file__).parent):
-        accelerator.print(origin)
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
@@ -111,7 +109,8 @@ def main() -> None:
     with stop_together():
         resumed = resume(live, run, facts)
     log.say("\nnote: ".join(resumed))
-    log.start(arguments, config, data.lines + start_lines(config, arguments, accelerator, scheduler, total_steps))
+    lines = [*origin_lines(Path(__file__).parent), *data.lines]
+    log.start(arguments, config, lines + start_lines(config, arguments, accelerator, scheduler, total_steps))
     progress = follow_blocks(model, Progress(run.state["step"]))
     watch_for_hangs(progress, arguments.output_dir, share.rank, share.world_size, arguments.hang_timeout)
 

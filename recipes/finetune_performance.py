@@ -58,7 +58,7 @@ from training.metrics import MetricsLog, StepMeter, memory
 from training.model import add_adapters, check_architecture, check_rows, dtype_named, load_model, load_tokenizer
 from training.non_finite import NonFiniteSteps
 from training.optimizer import make_optimizer, make_scheduler, prepare
-from training.origin import origin_line
+from training.origin import origin_lines
 from training.profiling import StepProfiler
 from training.progress import Progress, follow_blocks
 from training.start_lines import start_lines
@@ -76,8 +76,6 @@ def main() -> None:
     with stop_together():
         accelerator = make_accelerator(config, arguments)
         check_kernels(arguments, accelerator.device)
-    if origin := origin_line(Path(__file__).parent):
-        accelerator.print(origin)
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
@@ -113,7 +111,8 @@ def main() -> None:
     with stop_together():
         resumed = resume(live, run, facts)
     log.say("\nnote: ".join(resumed))
-    log.start(arguments, config, data.lines + start_lines(config, arguments, accelerator, scheduler, total_steps))
+    lines = [*origin_lines(Path(__file__).parent), *data.lines]
+    log.start(arguments, config, lines + start_lines(config, arguments, accelerator, scheduler, total_steps))
     progress = follow_blocks(model, Progress(run.state["step"]))
     watch_for_hangs(progress, arguments.output_dir, share.rank, share.world_size, arguments.hang_timeout)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import copy_recipe
 import pytest
 from launching import CONFIGS, RECIPES, accelerate_launch, run, small_model
-from training.origin import RECORD, origin_line
+from training.origin import RECORD, origin_lines
 
 SCRIPT, YAML = "finetune_mem_limit.py", "mem_limit.yaml"
 OLD_END, NEW_END = "    sys.exit(STOPPED", "    sys.exit(1 + STOPPED"
@@ -142,7 +142,7 @@ def change_both_sides(clone, to):
     edit(to / "mem_limit.yaml", "num_processes: 2\n", "num_processes: 4\n")
     edit(to / SCRIPT, "LOSS_CHUNK_TOKENS = 1024", "LOSS_CHUNK_TOKENS = 512")
     edit(clone / SCRIPT, OLD_END, NEW_END)
-    edit(clone / "utils.py", "EMULATED = 2.0", "EMULATED = 3.0")
+    edit(clone / "utils.py", "cast_forward_inputs=False", "cast_forward_inputs=True")
     for side in (clone, to):  # the same edit on both sides is no difference
         (side / "hooks" / "keys.py").write_text("same = 1\n")
     for name in ("answers", "evaluation"):
@@ -206,16 +206,16 @@ def test_update_merges_replaces_adds_and_removes_and_keeps_every_edit(clone, to)
 def test_conflict_is_marked_named_and_to_be_resolved_before_the_next_merge(clone, to):
     edit(to / SCRIPT, "LOSS_CHUNK_TOKENS = 1024", "LOSS_CHUNK_TOKENS = 512")
     edit(clone / SCRIPT, "LOSS_CHUNK_TOKENS = 1024", "LOSS_CHUNK_TOKENS = 2048")
-    edit(clone / "utils.py", "EMULATED = 2.0", "EMULATED = 3.0")
+    edit(clone / "utils.py", "cast_forward_inputs=False", "cast_forward_inputs=True")
     done = command(clone, "--update", to)
     assert done.returncode == 1 and f"{SCRIPT}: {copy_recipe.BOTH}: merged with 1 CONFLICT" in done.stdout
-    assert "conflicts to resolve: 1" in done.stdout and "EMULATED = 3.0" in (to / "utils.py").read_text()
+    assert "conflicts to resolve: 1" in done.stdout and "cast_forward_inputs=True" in (to / "utils.py").read_text()
     text = (to / SCRIPT).read_text()
     pattern = r"<<<<<<< edited here\n.*= 512.*\n=======\n.*= 2048.*\n>>>>>>> recipes unknown-\w+\n"
     assert len(re.findall(pattern, text)) == 1
     assert f"{SCRIPT}: edited here: left" in copied(clone, "--update", to) and (to / SCRIPT).read_text() == text
     edit(clone / SCRIPT, OLD_END, NEW_END)
-    edit(clone / "utils.py", "EMULATED = 3.0", "EMULATED = 4.0")
+    edit(clone / "utils.py", "cast_forward_inputs=True", "cast_forward_inputs=None")
     before = content(to)
     assert f"{to / SCRIPT} has conflict marks" in refused(clone, "--update", to) and content(to) == before
     (to / SCRIPT).write_text(re.sub(pattern, "LOSS_CHUNK_TOKENS = 512\n", text))
@@ -226,10 +226,10 @@ def test_conflict_is_marked_named_and_to_be_resolved_before_the_next_merge(clone
 def test_merge_needs_git_and_the_file_as_copied_and_says_so_and_all_else_needs_neither(clone, to, tmp_path):
     (tmp_path / "empty").mkdir()
     without_git = {"PATH": str(tmp_path / "empty")}
-    edit(clone / "utils.py", "EMULATED = 2.0", "EMULATED = 3.0")
+    edit(clone / "utils.py", "cast_forward_inputs=False", "cast_forward_inputs=True")
     edit(to / SCRIPT, "LOSS_CHUNK_TOKENS = 1024", "LOSS_CHUNK_TOKENS = 512")
     copied(clone, "--update", to, **without_git)
-    assert "EMULATED = 3.0" in (to / "utils.py").read_text()
+    assert "cast_forward_inputs=True" in (to / "utils.py").read_text()
     edit(clone / SCRIPT, OLD_END, NEW_END)
     before = content(to)
     assert "a merge needs the program git" in refused(clone, "--update", to, **without_git)
@@ -262,9 +262,9 @@ def test_version_is_the_commit_and_where_none_holds_the_files_says_so(clone, tmp
     (clone / "notes.txt").write_text("not copied, so no matter\n")
     assert version(clone, "clean") == commit
     assert version(clone, "again") == commit
-    edit(clone / "utils.py", "EMULATED = 2.0", "EMULATED = 3.0")
+    edit(clone / "utils.py", "cast_forward_inputs=False", "cast_forward_inputs=True")
     assert re.fullmatch(commit + r"-dirty-\w{12}", version(clone, "dirty"))
-    assert origin_line(tmp_path / "clean").startswith(f"copied from fsdp recipes {commit} (20")
+    assert origin_lines(tmp_path / "clean")[0].startswith(f"copied from fsdp recipes {commit} (20")
     assert f"copied from {commit} (" in copied(clone, "--status", tmp_path / "clean", GIT_DIR=str(tmp_path / ".git"))
 
 
@@ -273,10 +273,10 @@ def test_update_from_a_clone_without_the_copied_commit_merges_all_the_same(clone
     git(clone.parent, "init", "--quiet")
     git(clone.parent, "add", ".")
     git(clone.parent, "commit", "--quiet", "--message", "one")
-    edit(clone / "utils.py", "EMULATED = 2.0", "EMULATED = 3.0")
+    edit(clone / "utils.py", "cast_forward_inputs=False", "cast_forward_inputs=True")
     copied(clone, "finetune", tmp_path / "copy")
     edit(tmp_path / "copy" / "utils.py", "def clip_grad_norm(", "def mine(")
-    edit(clone / "utils.py", "EMULATED = 3.0", "EMULATED = 4.0")
+    edit(clone / "utils.py", "cast_forward_inputs=True", "cast_forward_inputs=None")
     git(clone.parent, "commit", "--quiet", "--all", "--message", "two")
     git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{clone.parent}", "shallow")
     shallow = tmp_path / "shallow" / "recipes"
@@ -284,7 +284,7 @@ def test_update_from_a_clone_without_the_copied_commit_merges_all_the_same(clone
     output = copied(shallow, "--update", tmp_path / "copy")
     assert "utils.py: edited here, changed in the recipes: merged\n" in output
     text = (tmp_path / "copy" / "utils.py").read_text()
-    assert "def mine(" in text and "EMULATED = 4.0" in text
+    assert "def mine(" in text and "cast_forward_inputs=None" in text
 
 
 @pytest.mark.parametrize("action", ["copy", "update"])
@@ -336,13 +336,13 @@ def test_command_killed_anywhere_leaves_whole_files_and_is_made_good_by_itself(
 
 
 def test_origin_line_is_for_copies_alone_and_a_damaged_record_ends_no_run(tmp_path):
-    assert origin_line(RECIPES) is None and origin_line(tmp_path) is None
+    assert origin_lines(RECIPES) == origin_lines(tmp_path) == []
     (tmp_path / ".recipe").mkdir()
     (tmp_path / RECORD).write_text('{"version": "1a2b3c4", "date": "2026-12-01", "files": {}}')
-    assert origin_line(tmp_path) == "copied from fsdp recipes 1a2b3c4 (2026-12-01)"
+    assert origin_lines(tmp_path) == ["copied from fsdp recipes 1a2b3c4 (2026-12-01)"]
     for text in ("", "[]", '{"date": 1}'):
         (tmp_path / RECORD).write_text(text)
-        assert str(tmp_path / RECORD) in origin_line(tmp_path)
+        assert str(tmp_path / RECORD) in origin_lines(tmp_path)[0]
 
 
 def test_wrong_commands_are_one_line_that_names_what_is_allowed(clone, to, tmp_path):
@@ -377,7 +377,7 @@ def test_copy_trains_and_exports_in_a_project_whose_modules_have_the_same_names(
         (tmp_path / name).write_text("raise ImportError(f'the project has its own {__name__}')\n")
     rows = tmp_path / "data" / "rows.jsonl"
     rows.write_text('{"prompt": "one two", "completion": " three"}\n{"prompt": "a b", "completion": " c"}\n' * 8)
-    copied(RECIPES, "finetune_mem_limit", tmp_path / "fsdp", "--with", "tools")
+    copied(RECIPES, "finetune_mem_limit", tmp_path / "fsdp")
     arguments = ["--model_name_or_path", small_model(), "--dataset_name", "data/rows.jsonl", "--max_steps", 2]
     arguments += ["--output_dir", "runs/one"]
     done = accelerate_launch(
