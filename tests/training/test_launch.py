@@ -176,10 +176,10 @@ def test_more_processes_than_devices_is_refused_with_the_right_command(monkeypat
 
 
 def test_gpu_without_bf16_is_offered_fp16(monkeypatch):
-    import utils
+    from hooks import dtypes
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     config = type("Config", (), {"hook_param_dtype": "bf16", "path": "x.yaml"})
     with pytest.raises(ValueError, match="Tesla V100 has no bf16; set mixed_precision: fp16"):
-        utils.check_device_dtype(config, torch.device("cuda"))
+        dtypes.check_device_dtype(config, torch.device("cuda"))
