@@ -55,7 +55,7 @@ def pytest_configure(config) -> None:
 def pytest_report_header(config) -> str:
     """What bf16 costs here: on a CPU that emulates it the same tests take longer."""
     import torch
-    from utils import cost_beside_fp32
+    from hooks.dtypes import cost_beside_fp32
 
     cost = cost_beside_fp32(torch.bfloat16, torch.device("cpu"))
     return f"arithmetic: a bf16 matrix product takes {cost:.1f} times as long as in fp32"
