@@ -14,7 +14,7 @@ from hooks.activation_checkpointing import plan_activation_checkpointing
 from hooks.config import HookConfig
 from hooks.live import check_against_plan, read_units
 from hooks.structure import count_blocks, final_norm, find_blocks, is_norm, outermost
-from hooks.wrap import Unit, apply_units, check_plan, plan_units
+from hooks.wrap import Policies, Unit, apply_units, check_plan, plan_units
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -478,7 +478,8 @@ def mesh() -> Iterator[dist.device_mesh.DeviceMesh]:
 
 
 def shard(model: nn.Module, units: list[Unit], config: HookConfig, mesh: dist.device_mesh.DeviceMesh) -> None:
-    apply_units(model, units, config, mesh, MixedPrecisionPolicy(), MixedPrecisionPolicy())
+    policies = Policies(units=MixedPrecisionPolicy(), norms=MixedPrecisionPolicy())
+    apply_units(model, units, config, mesh, policies)
 
 
 LIVE = ["block-2-True-True-fp32", "block-1-False-False-None", "size-1-None", "size-1500-None", "none-None"]

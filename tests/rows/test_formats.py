@@ -385,7 +385,14 @@ def test_bad_row_is_named_by_its_own_file_and_number_after_splitting_and_repeati
     Dataset.from_list([*good, *bad]).to_parquet(tmp_path / "b.parquet")
     Dataset.from_list([*good, *bad]).save_to_disk(tmp_path / "saved")
     for name in (tmp_path / "b.parquet", tmp_path / "saved"):
-        train, test = load_rows([str(tmp_path / "a.parquet"), str(name)], "train", "test", [0.5, 3.0], 30.0, seed=1)
+        train, test = load_rows(
+            [str(tmp_path / "a.parquet"), str(name)],
+            "train",
+            "test",
+            weights=[0.5, 3.0],
+            validation_percentage=30.0,
+            seed=1,
+        )
         for part in (train, test):
             found = [row["_where"] for row in part if json.loads(row["_row"])["completion"] == ""]
             assert set(found) <= {f"{name}, row 10"}

@@ -169,11 +169,13 @@ def test_many_lost_rows_stop_a_stream_unless_allowed(monkeypatch: pytest.MonkeyP
 def test_window_of_real_rows_counts_what_it_leaves_out() -> None:
     rows = [{"prompt": "a" * 30, "completion": "b"}, {"prompt": "a"}, {"prompt": "a", "completion": "b"}]
     options = 8, "keep_start", True, True, False
-    kept, counts, problems = tokenize_window(rows, 40, toy_tokenizer(), {}, options, skip_bad_rows=True)
+    kept, counts, problems = tokenize_window(
+        rows, 40, tokenizer=toy_tokenizer(), columns={}, options=options, skip_bad_rows=True
+    )
     assert (len(kept), counts["lost"], counts["bad"]) == (1, 1, 1)
     assert len(problems) == 1 and problems[0].startswith("row 42: the column")
     with pytest.raises(ValueError, match="1 bad row"):
-        tokenize_window(rows, 40, toy_tokenizer(), {}, options, skip_bad_rows=False)
+        tokenize_window(rows, 40, tokenizer=toy_tokenizer(), columns={}, options=options, skip_bad_rows=False)
 
 
 def test_files_and_folders_are_streamed_split_by_split(tmp_path: Path) -> None:
