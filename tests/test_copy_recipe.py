@@ -378,6 +378,10 @@ def test_copy_trains_and_exports_in_a_project_whose_modules_have_the_same_names(
     rows = tmp_path / "data" / "rows.jsonl"
     rows.write_text('{"prompt": "one two", "completion": " three"}\n{"prompt": "a b", "completion": " c"}\n' * 8)
     copied(RECIPES, "finetune_mem_limit", tmp_path / "fsdp")
+    alone = run([sys.executable, f"fsdp/{SCRIPT}", "--accelerate_config", f"fsdp/{YAML}"], cwd=tmp_path)
+    assert alone.returncode == 1
+    assert alone.stdout.count("--model_name_or_path is required") == 1  # no sample is copied
+    assert alone.stdout.count("--dataset_name is required") == 1
     arguments = ["--model_name_or_path", small_model(), "--dataset_name", "data/rows.jsonl", "--max_steps", 2]
     arguments += ["--output_dir", "runs/one"]
     done = accelerate_launch(

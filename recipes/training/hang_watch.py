@@ -107,6 +107,8 @@ def end_if_stuck(folder: Path, rank: int, ranks: int, timeout_s: float) -> None:
         pass
     order = sorted(range(ranks), key=lambda other: (other not in failed, other not in are_silent, moves(notes, other)))
     lines = [f"no rank has moved for {patience_s:.0f} s (--hang_timeout); they wait for one another:"]
+    if failed:
+        lines = [f"a rank has failed, and no other has moved for {patience_s:.0f} s:"]
     for other in order:
         at = notes.get(other, {}).get("at", "elsewhere")
         said = f"failed: {failed[other]}" if other in failed else f"{at}, silent" if other in are_silent else at

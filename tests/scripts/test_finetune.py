@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from in_process import finetune_in_process
-from launching import CONFIGS, RECIPES, ROOT, accelerate_launch, part_of_sample, run, small_model
+from launching import CONFIGS, RECIPES, accelerate_launch, part_of_sample, run, small_model
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -214,9 +214,3 @@ def test_packed_run_learns_and_its_report_counts_rows(tmp_path):
     assert "packing: 3,600 rows into 418 rows" in output
     before, after = [row["eval_loss"] for row in metrics(tmp_path) if "eval_loss" in row]
     assert after < 0.5 * before
-
-
-def test_top_level_holds_only_the_fixed_names():
-    fixed = {"accelerate_configs", "recipes", "tests", "requirements.txt", "Makefile", "README.md"}
-    found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - {"outputs"}
-    assert found == fixed

@@ -1,6 +1,7 @@
 """The script's arguments: one clear error for everything that cannot be meant, from the command line or a file."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -9,7 +10,15 @@ import pytest
 import torch
 import yaml
 from launching import RECIPES
-from training.arguments import SCHEDULES, FinetuneArguments, parse_arguments, read_arguments_file
+from training.arguments import (
+    NOW_A_COMMAND,
+    SCHEDULES,
+    FinetuneArguments,
+    MemLimitArguments,
+    QuietParser,
+    parse_arguments,
+    read_arguments_file,
+)
 from training.optimizer import make_scheduler
 
 NAMED = ["--model_name_or_path", "a_model", "--dataset_name", "some_rows.jsonl"]
@@ -374,3 +383,20 @@ def test_output_dir_that_cannot_be_written_is_refused_before_anything_is_loaded(
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         assert f"--output_dir {folder}" in error_of([*NAMED, "--output_dir", str(folder)])
     assert parse_arguments([*NAMED, "--output_dir", str(tmp_path / "new" / "folder")], None)
+
+
+@pytest.mark.parametrize("flag", NOW_A_COMMAND)
+def test_flag_that_is_a_command_now_names_one_that_is_there(flag):
+    with pytest.raises(ValueError, match=rf"--{flag} \(now a command of its own: ") as refused:
+        parse_arguments(["--model_name_or_path", "m", "--dataset_name", "d", f"--{flag}"])
+    (command,) = re.findall(r"of its own: (\w+\.py) ", str(refused.value))
+    assert (RECIPES / command).is_file()
+
+
+def test_help_shows_every_argument_in_a_group(capsys):
+    QuietParser(MemLimitArguments, prog="finetune_mem_limit.py").print_help()
+    shown = capsys.readouterr().out
+    titles = ["files", "model", "data", "adapters", "training", "evaluation", "saving", "logging", "this script"]
+    places = [shown.index(f"\n{title}:\n") for title in titles]
+    assert all(f"--{field.name} " in shown for field in fields(MemLimitArguments))
+    assert places[-1] < shown.index("--auto_find_batch_size") and places[2] < shown.index("--packing ") < places[3]

@@ -18,6 +18,7 @@ from rows.batches import Step
 from tiny_models import tiny_llama
 from tools.diagnosis.memory_diagnosis import new_bytes
 from tools.planner.advice import next_knobs
+from torch._dynamo.utils import counters
 from training.ahead import fetch_ahead
 from training.failures import WAIT_S, explained_failures
 from training.hang_watch import ENDED, end_if_stuck, signs_of_life, watch_for_hangs
@@ -123,6 +124,19 @@ def test_unit_that_cannot_be_gathered_for_a_block_is_no_forward_of_it():
     with progress.mark("forward"):
         model(torch.ones(1, 4, dtype=torch.long))
     assert gathered == ["gathering a unit: model.layers.2"]
+
+
+def test_compiled_blocks_are_one_graph_without_marks():
+    progress, model = Progress(), tiny_llama()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    follow_blocks(model, progress)
+    counters.clear()
+    with progress.mark("forward"):
+        for _ in range(2):
+            model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"]
+    assert progress.module == "" and not progress.is_behind_blocks
 
 
 @pytest.mark.parametrize("phase", ["reading the data", "forward"])

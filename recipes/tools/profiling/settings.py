@@ -90,9 +90,9 @@ def main() -> None:
         parser.error(f"--steps: found {given.steps}, allowed: 1 or more")
     try:
         script = importlib.import_module(Path(given.script).stem)
-    except ModuleNotFoundError as error:
-        parser.error(f"{given.script}: {error}")
-    kind = script.train.__annotations__["arguments"]
+        kind = script.train.__annotations__["arguments"]
+    except (ModuleNotFoundError, AttributeError) as error:
+        parser.error(f"{given.script} is no training script of this folder: {error}")
     try:
         arguments = parse_arguments(given.words, sample_dir=script.SAMPLE_DIR, kind=kind)
         raw = load_yaml(find_launch(arguments.accelerate_config).path)
