@@ -77,8 +77,9 @@ def written(folder: Path) -> dict[str, object]:
         found[f"{path.parent.name}/{path.name}"] = kept
     for file in sorted((folder / "model").iterdir()):
         found[f"model/{file.name}"] = content_hash(file)
-        if file.suffix == ".json":  # in which an adapter says where its base lies
-            found[f"model/{file.name}"] = file.read_text().replace(str(folder.parent), "")
+        if file.name == "adapter_config.json":  # says where its base lies, and names the layers in any order
+            values = json.loads(file.read_text().replace(str(folder.parent), ""))
+            found[f"model/{file.name}"] = {**values, "target_modules": sorted(values["target_modules"])}
     assert len(found) > 8 and sum("loss" in row for row in rows) == 4
     return found
 
