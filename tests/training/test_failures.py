@@ -250,12 +250,21 @@ def test_ranks_end_where_none_moves_or_one_has_failed(tmp_path, monkeypatch, not
 
 def test_disk_that_is_full_ends_no_run(tmp_path, monkeypatch):
     """No rank can note that it moves."""
-    full = lambda *_: (_ for _ in ()).throw(OSError("No space left on device"))  # noqa: E731
+    notes, asked = [], []
+
+    def full(*arguments):
+        notes.append(arguments)
+        if len(notes) == 20:  # five times the timeout
+            raise StopIteration
+        raise OSError("No space left on device")
+
     monkeypatch.setattr("training.hang_watch.note", full)
-    asked = []
     monkeypatch.setattr("training.hang_watch.end_if_stuck", lambda *arguments: asked.append(arguments))
-    watch_for_hangs(Progress(phase="forward"), str(tmp_path), 0, 2, 0.2)
-    time.sleep(1.0)
+    # The watch runs in this thread: one of its own would outlive this test.
+    run = lambda target, **_: SimpleNamespace(start=target)  # noqa: E731
+    monkeypatch.setattr("training.hang_watch.threading", SimpleNamespace(Thread=run, get_ident=threading.get_ident))
+    with pytest.raises(StopIteration):
+        watch_for_hangs(Progress(phase="forward"), str(tmp_path), 0, 2, 0.2)
     assert not asked
 
 
