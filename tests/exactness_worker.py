@@ -2,12 +2,9 @@
 
     accelerate launch --config_file accelerate_configs/default.yaml tests/exactness_worker.py OUT [quick | WRAP ...]
 
-Each cell builds a tiny model, hands it to the recipe's own hooks and training loop, and compares loss, gradients, norm
-and weights with a replica that knows neither FSDP2 nor recompute: every rank runs its own rows through the plain model
-(same random state, weights cast to the compute dtype), gradients are averaged with one all-reduce.
+A cell is a case of the proof (tools/proof) with a tiny Llama under other keys: the same reference, the same comparison.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -16,7 +13,7 @@ import json
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -32,8 +29,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.func import functional_call
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -41,19 +37,29 @@ import finetune
 import finetune_mem_limit
 import finetune_performance
 from hook_cases import adamw
-from hooks import apply, live
-from hooks import wrap as hook_wrap
+from hooks import apply
 from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig, read_hook_config
-from hooks.structure import is_norm, set_use_cache
+from hooks.live import read_units
+from hooks.structure import set_use_cache
 from hooks.wrap import apply_units, plan_units
-from rows.batches import Step
-from saving.folder import START
 from saving.huggingface import export_model
 from saving.state import LiveState
 from tiny_models import tiny_llama
-from tools.proof.cases import RecordingLog
-from tools.proof.exactness import local
+from tools.proof import runs
+from tools.proof.architecture import text_tokens
+from tools.proof.cases import (
+    DEFERRED_TOLERANCE,
+    STEPS,
+    TOLERANCE,
+    Case,
+    batches_of,
+    compare,
+    largest,
+    reference_key,
+    same_bits,
+)
+from tools.proof.exactness import Run, gradient_errors, local, relative_error
 from training import evaluation, losses
 from training.arguments import FinetuneArguments
 from training.chunked_loss import compute_loss_in_chunks
@@ -61,14 +67,13 @@ from training.evaluation import evaluate
 from training.kernels import compile_blocks
 from training.launch import end, make_accelerator, make_device_mesh
 from training.model import add_adapters
-from training.optimizer import OffloadedAdamW, check_optimizer, make_optimizer, prepare
-from training.progress import Progress
+from training.optimizer import OffloadedAdamW, check_optimizer, make_optimizer
 from utils import precision_policies
 
-LEARNING_RATE, STEPS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 3, 1.0, 0.1
-ROWS = 2  # of a micro-batch
+LEARNING_RATE = 1e-3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LOGGED = ("loss", "grad_norm", "loss_scale", "skipped_steps", "learning_rate")
+CHUNK_TOKENS = 5  # several chunks in a micro-batch
 BLOCK = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 WRAPS = {
     "whole": {"fsdp_auto_wrap_policy": "NO_WRAP"},
@@ -100,6 +105,14 @@ class Cell:
     extra: tuple[tuple[str, object], ...] = ()
     reduce_dtype: str = "fp32"
     layers: int = 4
+    chunk_tokens: int = 0  # the loss as finetune_mem_limit.py has it
+
+    @property
+    def case(self) -> Case:
+        """What the proof calls it."""
+        return Case(
+            self.name, self.recompute != "none", accumulation=self.accumulation, use_peft=self.training == "lora"
+        )
 
     @property
     def name(self) -> str:
@@ -170,253 +183,97 @@ def built_model(tied: bool, dtype: str, training: str, layers: int) -> torch.nn.
     return model
 
 
-def make_batches(cell: Cell, rank: int, world_size: int) -> list[list[dict[str, torch.Tensor]]]:
-    """Steps of micro-batches, uneven on purpose: few labels here, many there, none in the last rank's last one, and
-    each window one micro-batch shorter than the one before."""
-    steps = []
-    for step in range(STEPS):
-        micro_batches = []
-        accumulation = max(1, cell.accumulation - step)
-        for micro in range(accumulation):
-            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-            ids = torch.randint(1, 96, (ROWS, 12), generator=generator)
-            labels = ids.clone()
-            labels[0, : 9 if rank == 0 else 3] = -100
-            labels[1, 8:] = -100
-            if world_size > 1 and rank == world_size - 1 and micro == accumulation - 1 and accumulation > 1:
-                labels[:] = -100
-            micro_batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-        steps.append(micro_batches)
-    return steps
+def prepared(cell: Cell, base: HookConfig, accelerator: Accelerator, is_compiled: bool = False) -> LiveState:
+    """A cell's model under the recipe's hooks, with its optimizer."""
+    config, model = cell.config(base), make_model(cell)
+    if cell.chunk_tokens:
+        compute_loss_in_chunks(model, cell.chunk_tokens)
+    compiled = functools.partial(compile_blocks, class_names=config.fsdp_transformer_layer_cls_to_wrap)
+    return runs.prepared(model, config, accelerator, cell.case, compiled if is_compiled else None)
 
 
-def replica_run(cell: Cell, world_size: int, rank: int) -> dict:
-    """The reference: no FSDP2, no recompute, no code of the recipes' loop."""
-    model = make_model(cell).float() if cell.training == "full" else make_model(cell)
-    names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decayed = [p for p in names.values() if p.ndim > 1]
-    others = [p for p in names.values() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE, fused=True)  # the same rounding
-    norm_is_fp32 = dict(cell.extra).get("hook_norm_dtype") == "fp32"
-    fp32_names = {f"{n}.weight" for n, m in model.named_modules() if is_norm(m)} if norm_is_fp32 else set()
-    out = {"losses": [], "norms": [], "gradients": []}
-    set_seed(7, device_specific=False)
-    torch.manual_seed(7 + rank)
-    for micro_batches in make_batches(cell, rank, world_size):
-        count = sum((b["labels"][:, 1:] != -100).sum() for b in micro_batches)
-        dist.all_reduce(count)
-        summed = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in names.items()}
-        loss_sum = torch.zeros(())
-        for batch in micro_batches:
-            weights = {n: p if n in fp32_names else p.to(DTYPES[cell.dtype]) for n, p in model.named_parameters()}
-            with norms_in_fp32(model, fp32_names, DTYPES[cell.dtype]):
-                logits = functional_call(
-                    model, weights, (), {"input_ids": batch["input_ids"], "use_cache": False}
-                ).logits
-            loss = F.cross_entropy(
-                logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
-            )
-            gradients = torch.autograd.grad(loss * world_size / count, list(names.values()))
-            loss_sum += loss.detach()
-            for name, gradient in zip(names, gradients):
-                gradient = gradient.to(DTYPES[cell.reduce_dtype])
-                dist.all_reduce(gradient)
-                summed[name] += (gradient / world_size).float()
-        dist.all_reduce(loss_sum)
-        for name, parameter in names.items():
-            parameter.grad = summed[name].to(parameter.dtype)
-        norm = torch.nn.utils.clip_grad_norm_(list(names.values()), MAX_GRAD_NORM)
-        out["losses"].append((loss_sum / count).item())
-        out["norms"].append(norm.item())
-        out["gradients"].append({name: p.grad.clone() for name, p in names.items()})
-        optimizer.step()
-    out["weights"] = {name: p.detach().clone() for name, p in names.items()}
-    return out
-
-
-@contextlib.contextmanager
-def norms_in_fp32(model: torch.nn.Module, fp32_names: set[str], dtype: torch.dtype):
-    """Norms take fp32 in and hand the compute dtype out, as the norm unit does."""
-    handles = []
-    for name, module in model.named_modules():
-        if f"{name}.weight" in fp32_names:
-            handles.append(module.register_forward_pre_hook(lambda m, args: tuple(a.float() for a in args)))
-            handles.append(module.register_forward_hook(lambda m, args, output: output.to(dtype)))
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def sharded_run(
+def train(
     cell: Cell,
     base: HookConfig,
     accelerator: Accelerator,
-    uses_scaler: bool = False,
-    chunk_tokens: int = 0,
-    before_training: Callable[[torch.nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
+    expected: Run | None = None,
+    *,
     script: types.ModuleType = finetune,
     is_compiled: bool = False,
-) -> dict:
-    """The recipe's hooks in the recipe's order, then the recipe's own training loop; with `chunk_tokens` those of
-    finetune_mem_limit.py."""
-    config = cell.config(base)
-    model = make_model(cell)
-    if chunk_tokens:
-        compute_loss_in_chunks(model, chunk_tokens)
-    plan = plan_hooks(model, config)
-    compiled = functools.partial(compile_blocks, class_names=config.fsdp_transformer_layer_cls_to_wrap)
-    compiled, mesh = compiled if is_compiled else None, make_device_mesh(accelerator)
-    apply_hooks(model, plan, config, mesh, precision_policies(config), compile_blocks=compiled)
-    live.report_wrap(model, plan, config, is_cpu=True)
-    arguments = FinetuneArguments(
-        learning_rate=LEARNING_RATE,
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=MAX_GRAD_NORM,
-        logging_steps=1,
-        per_device_train_batch_size=ROWS,
-        seed=0,
-        output_dir="",
+) -> Run:
+    """A sharded run of a cell, every step from the weights of the expected run, if there is one."""
+    return runs.train(prepared(cell, base, accelerator, is_compiled), cell.config(base), cell.case, expected, script)
+
+
+def references_of(cells: Iterable[Cell], base: HookConfig) -> dict[Cell, Run]:
+    """The unsharded run of each cell. Those that differ in wrap, recompute or chunks alone have the same one."""
+    by_case = {cell.case: cell for cell in cells}
+    configs = {case: cell.config(base) for case, cell in by_case.items()}
+    keys = {cell: (*reference_key(case, configs[case]), cell.tied, cell.layers) for case, cell in by_case.items()}
+    made = runs.shared_references(
+        {key: cell.case for cell, key in keys.items()}, configs, lambda case: make_model(by_case[case])
     )
-    scaled = dataclasses.replace(config, mixed_precision="fp16" if uses_scaler else "no")
-    optimizer = make_optimizer(model, arguments, scaled)
-    check_optimizer(model, optimizer)
-    out = {"gradients": []}
-    out["slices"] = len(list(optimizer.slices())) if isinstance(optimizer, OffloadedAdamW) else 0
-    out["is_offloaded"] = all(unit["cpu_offload"] for unit in live.read_units(model))
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1.0 if accelerator.scaler is None else 0.5, STEPS)
-    model, prepared = prepare(accelerator, model, optimizer)
-    num_trained = sum(p.requires_grad for p in model.parameters())
-
-    def record_gradients(*_: object) -> None:
-        if sum(len(group["params"]) for group in optimizer.param_groups) < num_trained:
-            return  # a slice of the step
-        named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        out["gradients"].append({n: None if g is None else local(g) for n, g in named.items()})
-
-    optimizer.register_step_pre_hook(record_gradients)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    steps = iter([Step(b, {"epoch": 0, "rows_seen": 0}, []) for b in make_batches(cell, rank, world_size)])
-    log, state = RecordingLog(), LiveState(accelerator, model, prepared, scheduler, dict(START))
-    before_training(model, optimizer)
-    torch.manual_seed(7 + rank)
-    script = finetune_mem_limit if chunk_tokens else script
-    script.train(state, steps, [], log=log, progress=Progress(), writer=None, arguments=arguments, config=config)
-    out["losses"] = [values["loss"] for values in log.written]
-    out["norms"] = [values["grad_norm"] for values in log.written]
-    out["log"] = log.written
-    out["weights"] = {n: local(p) for n, p in model.named_parameters() if p.requires_grad}
-    out["stored"] = sorted({str(p.dtype) for p in model.parameters()})
-    out["state_dtypes"] = sorted({str(v.dtype) for s in optimizer.state.values() for v in s.values()})
-    out["is_sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
-    accelerator.free_memory()
-    return out
+    return {cell: made[key] for cell, key in keys.items()}
 
 
-def tensor_errors(found: list[dict], expected: list[dict]) -> list[float]:
-    """Per step, the worst |f - e| / max(|e|, 1e-4 x global norm) over tensors.
-
-    A tensor that is zero in exact arithmetic does not count as wrong for its rounding. A gradient that one side lacks
-    counts as zero there.
-    """
-    squares = []
-    for f, e in zip(found, expected):
-        for name, value in e.items():
-            value = local(value).double()
-            other = torch.zeros_like(value) if f.get(name) is None else f[name].double()
-            squares.append(torch.stack([(other - value).square().sum(), value.square().sum()]))
-    squares = torch.stack(squares)
-    dist.all_reduce(squares)
-    errors, norms = squares.view(len(expected), -1, 2).sqrt().unbind(-1)
-    floors = 1e-4 * norms.norm(dim=1, keepdim=True)
-    return (errors / torch.maximum(norms, floors)).amax(dim=1).tolist()
+def judged(cell: Cell, found: Run, expected: Run) -> dict:
+    """What the proof says of a run."""
+    tolerance = DEFERRED_TOLERANCE if ("hook_reduce_every_micro_batch", False) in cell.extra else TOLERANCE
+    return {**vars(compare(cell.case, found, expected, "fp32", tolerance)), "norms": found.norms}
 
 
-def compare(found: dict, expected: dict) -> dict:
-    """Errors of a run against its reference, step by step."""
-    largest = [(found["weights"][n] - local(w)).abs().max() for n, w in expected["weights"].items() if local(w).numel()]
-    weight = torch.stack(largest).max().float().nan_to_num(nan=float("inf"))  # gloo's MAX drops nan
-    dist.all_reduce(weight, dist.ReduceOp.MAX)
+def placed(live: LiveState) -> dict:
+    """Where a trained cell's tensors are, and in which dtypes."""
+    parameters, state = list(live.model.parameters()), live.optimizer.optimizer.state.values()
     return {
-        "loss": [abs(f - e) / e for f, e in zip(found["losses"], expected["losses"])],
-        "norm": [abs(f - e) / e for f, e in zip(found["norms"], expected["norms"])],
-        "gradient": tensor_errors(found["gradients"], expected["gradients"]),
-        "weight": weight.item(),
-        "norms_before_clipping": found["norms"],
-        "is_sharded": found["is_sharded"],
-        "is_offloaded": found["is_offloaded"],
-        "stored": found["stored"],
-        "state_dtypes": found["state_dtypes"],
+        "stored": sorted({str(p.dtype) for p in parameters}),
+        "state_dtypes": sorted({str(value.dtype) for values in state for value in values.values()}),
+        "is_sharded": all(isinstance(p, DTensor) for p in parameters),
+        "is_offloaded": all(unit["cpu_offload"] for unit in read_units(live.model)),
     }
 
 
-def same_bits(found: dict, expected: dict) -> bool:
-    """Whether two runs took the same steps to the last bit."""
-    return found["losses"] == expected["losses"] and all(
-        torch.equal(f[name], e[name]) for f, e in zip(found["gradients"], expected["gradients"]) for name in e
-    )
+def distance(found: Run, expected: Run) -> dict:
+    """The largest error of any step, of each kind."""
+    return {
+        "loss": largest(map(relative_error, found.losses, expected.losses)),
+        "norm": largest(map(relative_error, found.norms, expected.norms)),
+        "gradient": largest(error for step in gradient_errors(found, expected) for error in step.values()),
+    }
 
 
-def unsharded_run(cell: Cell, world_size: int) -> dict:
-    """One plain fp32 process on all rows at once: what the mathematics says, whatever the split."""
-    model = make_model(dataclasses.replace(cell, dtype="fp32"))
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
-    out = {"losses": [], "norms": [], "gradients": []}
-    per_rank = [make_batches(cell, rank, world_size) for rank in range(world_size)]
+def unsharded_run(cell: Cell, world_size: int, expected: Run) -> Run:
+    """One plain fp32 process on all rows at once: what the mathematics says, whatever the split. Every step at the
+    weights that the reference has there."""
+    model, out = make_model(cell), Run()
+    tokens = text_tokens(model)
+    per_rank = [batches_of(rank, cell.accumulation, tokens) for rank in range(world_size)]
     for step in range(STEPS):
         batches = [batch for steps in per_rank for batch in steps[step]]
-        ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
-        logits = model(ids, use_cache=False).logits
+        names = ("input_ids", "attention_mask", "labels")
+        ids, mask, labels = (torch.cat([batch[name] for batch in batches]) for name in names)
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        out["losses"].append(loss.item())
-        out["norms"].append(norm.item())
-        out["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    out["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        out.losses.append(loss.item())
+        out.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), cell.case.arithmetic.max_grad_norm).item())
+        out.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+        with torch.no_grad():
+            for name, value in expected.weights[step].items():
+                model.get_parameter(name).copy_(value)
     return out
 
 
 def run_faults(base: HookConfig, accelerator: Accelerator) -> dict:
-    """Plant each classic fault in the recipe's path; the tests demand that the comparison above sees it."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    found = {}
-    enable = PreTrainedModel.activation_checkpointing_enable
-
-    def enable_without_random_state(model, activation_checkpointing_kwargs, **kwargs):
-        forgetful = {**activation_checkpointing_kwargs, "preserve_rng_state": False}
-        return enable(model, activation_checkpointing_kwargs=forgetful, **kwargs)
-
-    dropout = Cell("block", "every", "fp32", "lora")
-    with mock.patch.object(PreTrainedModel, "activation_checkpointing_enable", enable_without_random_state):
-        run = sharded_run(dropout, base, accelerator)
-    found["dropout state not kept"] = compare(run, replica_run(dropout, world_size, rank))
-
-    def mean_of_means(model, batch, step_label_tokens, world_size):
-        local_tokens = max(losses.num_label_tokens(batch["labels"]), 1)
-        return losses.micro_batch_loss(model, batch, local_tokens * world_size, world_size)
-
-    def loss_in_bf16(logits, labels):
-        logits, labels = logits[:, :-1].bfloat16().flatten(0, 1), labels[:, 1:].flatten()
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    """What must stop a run, or a step on every rank. Faults that the comparison must see: tests/verify_worker.py."""
+    rank, world_size, plain = accelerator.process_index, accelerator.num_processes, Cell("block")
 
     def forgets_a_unit(model, units, *args):
-        return hook_wrap.apply_units(model, units[:-1], *args)
+        return apply_units(model, units[:-1], *args)
 
-    plain = Cell("block")
-    expected = unsharded_run(plain, world_size)
-    with mock.patch.object(finetune, "micro_batch_loss", mean_of_means):
-        found["mean of means"] = compare(sharded_run(plain, base, accelerator), expected)
-    with mock.patch.object(losses, "token_loss_sum", loss_in_bf16):
-        found["loss in bf16"] = compare(sharded_run(plain, base, accelerator), expected)
     with mock.patch.object(apply, "apply_units", forgets_a_unit):
-        found["a key ignored"] = message_of(lambda: sharded_run(plain, base, accelerator))
+        found = {"a key ignored": message_of(lambda: train(plain, base, accelerator))}
     found["overflow on one rank"] = overflow_on_one_rank(wrap(plain, base, accelerator), rank, world_size)
     found["optimizer before wrapping"] = message_of(lambda: optimizer_too_early(plain, base, accelerator))
     found["optimizer after a forward"] = message_of(lambda: optimizer_too_late(plain, base, accelerator))
@@ -448,20 +305,24 @@ def run_fp16(base: HookConfig, accelerator: Accelerator) -> dict:
     cell, out = Cell("block", "every", "fp16"), {}
     own_precision, accelerator.state._mixed_precision = accelerator.state._mixed_precision, "fp16"
     own_amp, accelerator.native_amp = accelerator.native_amp, True
-    for name, uses_scaler in (("fp16", True), ("fused", False)):
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)  # fp16 ends at 2**16
-        found = sharded_run(cell, base, accelerator, uses_scaler)
-        out[name] = [{key: row[key] for key in LOGGED} for row in found["log"]]
-        out[f"{name}_state_dtypes"] = found["state_dtypes"]
+    for name, precision in (("fp16", "fp16"), ("fused", "no")):
+        # Far above what fp16 holds in two steps (its end is 2**16), far below it in the third.
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, backoff_factor=2.0**-4)
+        live = prepared(cell, dataclasses.replace(base, mixed_precision=precision), accelerator)
+        found = runs.train(live, cell.config(base), cell.case, None)
+        out[name] = [{key: row[key] for key in LOGGED} for row in found.logged]
+        out[f"{name}_state_dtypes"] = placed(live)["state_dtypes"]
     accelerator.scaler, accelerator.native_amp, accelerator.state._mixed_precision = None, own_amp, own_precision
-    plain = replica_run(dataclasses.replace(cell, dtype="fp32"), accelerator.num_processes, accelerator.process_index)
+    in_fp32 = dataclasses.replace(cell, dtype="fp32")
+    start = {name: value.detach() for name, value in make_model(in_fp32).named_parameters()}  # both first are skipped
+    plain = unsharded_run(in_fp32, accelerator.num_processes, Run(weights=[start] * STEPS))
     per_rank = [None] * accelerator.num_processes
     dist.all_gather_object(per_rank, out)
     return {
         **out,
         "same_on_all_ranks": all(json.dumps(other) == json.dumps(out) for other in per_rank),
-        "fp32_loss": plain["losses"],
-        "fp32_norms": plain["norms"],
+        "fp32_loss": plain.losses,
+        "fp32_norms": plain.norms,
     }
 
 
@@ -474,11 +335,11 @@ def message_of(run: Callable[[], object]) -> str:
     return ""
 
 
-def wrap(cell: Cell, base: HookConfig, accelerator: Accelerator, chunk_tokens: int = 0) -> torch.nn.Module:
+def wrap(cell: Cell, base: HookConfig, accelerator: Accelerator) -> torch.nn.Module:
     """A wrapped model, as the recipe wraps it."""
     config, model = cell.config(base), make_model(cell)
-    if chunk_tokens:
-        compute_loss_in_chunks(model, chunk_tokens)
+    if cell.chunk_tokens:
+        compute_loss_in_chunks(model, cell.chunk_tokens)
     apply_units(model, plan_units(model, config), config, make_device_mesh(accelerator), precision_policies(config))
     return model
 
@@ -500,10 +361,10 @@ def optimizer_too_late(cell: Cell, base: HookConfig, accelerator: Accelerator) -
 
 def run_evaluation(base: HookConfig, accelerator: Accelerator) -> dict:
     """An evaluation between backward and step must not change the run, and must count every row once."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    cell = Cell("block", "every")
-    batches = make_batches(cell, rank, world_size)[0]
-    plain = sharded_run(cell, base, accelerator)
+    rank, cell = accelerator.process_index, Cell("block", "every")
+    batches = batches_of(rank, 1, text_tokens(make_model(cell)))[0]
+    expected = references_of([cell], base)[cell]
+    plain = train(cell, base, accelerator, expected)
     evaluated = []
 
     def clip_after_evaluation(accelerator, model, max_norm):
@@ -512,15 +373,14 @@ def run_evaluation(base: HookConfig, accelerator: Accelerator) -> dict:
 
     clip = finetune.clip_grad_norm
     with mock.patch.object(finetune, "clip_grad_norm", clip_after_evaluation):
-        disturbed = sharded_run(cell, base, accelerator)
+        disturbed = train(cell, base, accelerator, expected)
     without_reshard = mock.patch.object(evaluation, "reshard_all", lambda model: None)
     with mock.patch.object(finetune, "clip_grad_norm", clip_after_evaluation), without_reshard:
-        naive = sharded_run(cell, base, accelerator)
-    expected = unsharded_run(cell, world_size)["losses"][0]
+        naive = train(cell, base, accelerator, expected)
     return {
         "same_bits": same_bits(disturbed, plain),
-        "naive_norm_error": abs(naive["norms"][0] - plain["norms"][0]) / plain["norms"][0],
-        "loss_error": abs(evaluated[0] - expected) / expected,
+        "naive_norm_error": relative_error(naive.norms[0], plain.norms[0]),
+        "loss_error": relative_error(evaluated[0], expected.losses[0]),
     }
 
 
@@ -534,7 +394,7 @@ def run_non_finite(base: HookConfig, accelerator: Accelerator) -> dict:
     code = None
     with mock.patch.object(losses, "token_loss_sum", nan_on_one_rank), mock.patch("torch.optim.AdamW.step") as step:
         try:
-            sharded_run(Cell("block"), base, accelerator)
+            train(Cell("block"), base, accelerator)
         except SystemExit as exit_:
             code = exit_.code
             accelerator.free_memory()
@@ -610,63 +470,73 @@ def run_graph_lifetime(base: HookConfig, accelerator: Accelerator) -> list[bool]
 
     token_loss_sum = losses.token_loss_sum
     with mock.patch.object(losses, "token_loss_sum", watch):
-        sharded_run(Cell("block", accumulation=3), base, accelerator)
+        train(Cell("block", accumulation=3), base, accelerator)
     return alive
 
 
 def run_chunked(base: HookConfig, accelerator: Accelerator) -> dict:
-    """The loss in chunks: of 5 tokens, so several per micro-batch, against the same replicas as the plain loss; and
-    [all-gathers, reduce-scatters] with and without it."""
+    """The loss in chunks under finetune_mem_limit.py's loop, against the same references as the plain loss; an
+    offloaded optimizer against one that is not; and [all-gathers, reduce-scatters] with and without chunks."""
     found: dict = {"cells": {}, "collectives": {}, "offloaded_same_bits": [], "slices": []}
     offloads = (("hook_offload_optimizer", True),)
+    kinds = (("fp32", "full", False), ("fp32", "full", True), ("bf16", "lora", False))
+    chunked = [
+        Cell(wrap_name, "every", dtype, training, 3, tied, chunk_tokens=CHUNK_TOKENS)
+        for wrap_name, (dtype, training, tied) in product(("block", "embeddings"), kinds)
+    ]
+    dials = (*offloads, ("hook_norm_dtype", "fp32"), ("fsdp_activation_checkpointing_offload", True))
+    chunked.append(Cell("embeddings", "every", "bf16", "lora", 3, extra=dials, chunk_tokens=CHUNK_TOKENS))
+    expected = references_of(chunked, base)
     with mock.patch.object(OffloadedAdamW, "slice_bytes", 10_000):
+        for cell in chunked:
+            live = prepared(cell, base, accelerator)
+            run = runs.train(live, cell.config(base), cell.case, expected[cell], finetune_mem_limit)
+            found["cells"][cell.name] = judged(cell, run, expected[cell]) | placed(live)
         for dtype, training in (("fp32", "full"), ("bf16", "lora")):
             cell = Cell("embeddings", "every", dtype, training, 3)
-            runs = [sharded_run(dataclasses.replace(cell, extra=extra), base, accelerator) for extra in ((), offloads)]
-            equal = [torch.equal(runs[0]["weights"][name], runs[1]["weights"][name]) for name in runs[0]["weights"]]
-            found["offloaded_same_bits"].append(same_bits(*runs) and all(equal))
-            found["slices"].append([run["slices"] for run in runs])
+            cells = [dataclasses.replace(cell, extra=extra) for extra in ((), offloads)]
+            lives = [prepared(cell, base, accelerator) for cell in cells]
+            both = [runs.train(live, cell.config(base), cell.case, None) for live, cell in zip(lives, cells)]
+            optimizers = [live.optimizer.optimizer for live in lives]
+            found["slices"].append([len(list(o.slices())) if hasattr(o, "slices") else 0 for o in optimizers])
+            found["offloaded_same_bits"].append(same_bits(*both))
     for wrap_name in ("block", "embeddings"):
-        for dtype, training, tied in (("fp32", "full", False), ("fp32", "full", True), ("bf16", "lora", False)):
-            cell = Cell(wrap_name, "every", dtype, training, 3, tied)
-            expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
-            found["cells"][cell.name] = compare(sharded_run(cell, base, accelerator, chunk_tokens=5), expected)
-        plain, chunked = (wrap(Cell(wrap_name, dtype="bf16"), base, accelerator, chunk) for chunk in (0, 5))
-        found["collectives"][wrap_name] = [collectives_of(plain), collectives_of(chunked, is_chunked=True)]
-    dials = (*offloads, ("hook_norm_dtype", "fp32"), ("fsdp_activation_checkpointing_offload", True))
-    cell = Cell("embeddings", "every", "bf16", "lora", 3, extra=dials)
-    expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
-    with mock.patch.object(OffloadedAdamW, "slice_bytes", 10_000):
-        found["cells"]["all dials"] = compare(sharded_run(cell, base, accelerator, chunk_tokens=5), expected)
+        plain, chunks = (
+            wrap(Cell(wrap_name, dtype="bf16", chunk_tokens=c), base, accelerator) for c in (0, CHUNK_TOKENS)
+        )
+        found["collectives"][wrap_name] = [collectives_of(plain), collectives_of(chunks, is_chunked=True)]
     return found
 
 
 def run_performance(base: HookConfig, accelerator: Accelerator) -> dict:
-    """finetune_performance.py's loop against the replica and against finetune.py's, to the last bit; compiled blocks
-    against the replica, and recomputed ones against those that are not, dropout on.
+    """finetune_performance.py's loop against the reference and against finetune.py's, to the last bit; compiled blocks
+    against the reference, and recomputed ones against those that are not, dropout on.
 
     The graphs are captured and split for recompute as for a GPU; inductor's code for them would take minutes here.
     """
     found: dict = {"cells": {}, "same_bits": [], "compiled": {}}
     deferred = (("hook_reduce_every_micro_batch", False), ("hook_prefetch_units", 2))
-    for dtype, training in (("fp32", "full"), ("bf16", "lora"), ("bf16", "full")):
-        cell = Cell("two_blocks", "every_2nd", dtype, training, 3, extra=deferred)
-        expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
-        run = sharded_run(cell, base, accelerator, script=finetune_performance)
-        found["cells"][cell.name] = compare(run, expected)
-        found["same_bits"].append(same_bits(run, sharded_run(cell, base, accelerator)))
+    kinds = (("fp32", "full"), ("bf16", "lora"), ("bf16", "full"))
+    cells = [Cell("two_blocks", "every_2nd", *kind, 3, extra=deferred) for kind in kinds]
+    compiled = Cell("two_blocks", "every_2nd", accumulation=3)
+    expected = references_of([*cells, compiled], base)
+    for cell in cells:
+        live = prepared(cell, base, accelerator)
+        run = runs.train(live, cell.config(base), cell.case, expected[cell], finetune_performance)
+        found["cells"][cell.name] = judged(cell, run, expected[cell]) | placed(live)
+        found["same_bits"].append(same_bits(run, train(cell, base, accelerator, expected[cell])))
     counters.clear()
-    cell = Cell("two_blocks", "every_2nd", accumulation=3)
-    expected = replica_run(cell, accelerator.num_processes, accelerator.process_index)
     own = torch.nn.Module.compile
     with mock.patch.object(torch.nn.Module, "compile", lambda block: own(block, backend="aot_eager")):
-        run = sharded_run(cell, base, accelerator, script=finetune_performance, is_compiled=True)
-        found["compiled"][cell.name] = compare(run, expected)
-        runs = [
-            sharded_run(Cell("two_blocks", mode, training="lora"), base, accelerator, is_compiled=True)
+        live = prepared(compiled, base, accelerator, is_compiled=True)
+        reference = dataclasses.replace(expected[compiled], outputs=[])
+        run = runs.train(live, compiled.config(base), compiled.case, reference, finetune_performance)
+        found["compiled"][compiled.name] = judged(compiled, run, reference) | placed(live)
+        both = [
+            train(Cell("two_blocks", mode, training="lora"), base, accelerator, is_compiled=True)
             for mode in ("none", "every")
         ]
-    found["compiled_recompute_same_bits"] = same_bits(*runs)
+    found["compiled_recompute_same_bits"] = same_bits(*both)
     found["graphs"], found["graph_breaks"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     return found
 
@@ -712,30 +582,26 @@ def main() -> None:
     base = dataclasses.replace(base, hook_reduce_dtype="fp32", hook_offload_optimizer=False)
     accelerator = make_accelerator(base)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    results: dict = {"world_size": world_size, "cells": {}, "unsharded": {}}
+    results: dict = {"world_size": world_size, "cells": {}}
     cells = [cell for cell in grid() if not wraps or cell.wrap in wraps]
     if wraps == ["quick"]:  # for other world sizes
         quick = product(("block", "two_blocks", "embeddings"), (("fp32", "full"), ("bf16", "lora")))
         cells = [Cell(wrap, "every", dtype, training, accumulation=3, layers=3) for wrap, (dtype, training) in quick]
-    references: dict = {}
+    expected, without, unsharded = references_of(cells, base), {}, {}
     for cell in cells:
-        key = dataclasses.replace(
-            cell, wrap="", recompute="", extra=tuple(e for e in cell.extra if e[0] == "hook_norm_dtype")
-        )
-        if key not in references:
-            references[key] = replica_run(cell, world_size, rank)
-        found = sharded_run(cell, base, accelerator)
-        entry = compare(found, references[key])
+        live = prepared(cell, base, accelerator)
+        found = runs.train(live, cell.config(base), cell.case, expected[cell])
+        entry = judged(cell, found, expected[cell]) | placed(live)
         if cell.training == "full" and cell.dtype == "fp32" and not cell.extra:
-            plain = Cell("", tied=cell.tied, accumulation=cell.accumulation, training="unsharded")
-            if plain not in references:
-                references[plain] = unsharded_run(cell, world_size)
-            entry["unsharded"] = compare(found, references[plain])
-        without = dataclasses.replace(cell, recompute="none")
+            key = cell.tied, cell.accumulation
+            if key not in unsharded:
+                unsharded[key] = unsharded_run(cell, world_size, expected[cell])
+            entry["unsharded"] = distance(found, unsharded[key])
+        plain = dataclasses.replace(cell, recompute="none")
         if cell.recompute == "none":
-            references[without] = found
-        elif without in references:
-            entry["same_bits_as_without_recompute"] = same_bits(found, references[without])
+            without[cell] = found
+        elif plain in without:
+            entry["same_bits_as_without_recompute"] = same_bits(found, without[plain])
         results["cells"][cell.name] = entry
     if wraps == ["performance"]:
         results |= run_performance(base, accelerator)
@@ -752,7 +618,7 @@ def main() -> None:
         results["export"] = run_export(base, accelerator, Path(out_path).parent / "exported")
         results["logits_alive"] = run_graph_lifetime(base, accelerator)
     gathered = [None] * world_size
-    dist.all_gather_object(gathered, [entry["norms_before_clipping"] for entry in results["cells"].values()])
+    dist.all_gather_object(gathered, [entry["norms"] for entry in results["cells"].values()])
     results["norms_equal_on_all_ranks"] = all(other == gathered[0] for other in gathered)
     if rank == 0:
         Path(out_path).write_text(json.dumps(results, indent=1))

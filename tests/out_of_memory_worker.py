@@ -11,24 +11,29 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from exactness_worker import Cell, compare, make_batches, replica_run, same_bits, sharded_run
+from exactness_worker import CHUNK_TOKENS, Cell, judged, placed, prepared, references_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import finetune_mem_limit
 from hooks.config import read_hook_config
 from hooks.structure import base_model
+from saving.state import LiveState
+from tools.proof import runs
+from tools.proof.architecture import text_tokens
+from tools.proof.cases import batches_of, same_bits
+from tools.proof.exactness import Run
 from training import out_of_memory
 from training.evaluation import evaluate
 from training.launch import end, make_accelerator
 
-CHUNK = 5
 PLACES = ("embedding", "forward", "loss", "recompute", "backward")
 DEFERRED = (("hook_reduce_every_micro_batch", False),)
+SIZES = {"accumulation": 3, "layers": 3, "chunk_tokens": CHUNK_TOKENS}
 LAYOUTS = {
-    "block": Cell("block", "every", accumulation=3, layers=3),
-    "embeddings": Cell("embeddings", "every_2nd", accumulation=3, layers=3),
-    "not resharded": Cell("no_reshard", "every", accumulation=3, layers=3),
-    "two blocks, reduced once": Cell("two_blocks", "none", accumulation=3, extra=DEFERRED, layers=3),
+    "block": Cell("block", "every", **SIZES),
+    "embeddings": Cell("embeddings", "every_2nd", **SIZES),
+    "not resharded": Cell("no_reshard", "every", **SIZES),
+    "two blocks, reduced once": Cell("two_blocks", "none", extra=DEFERRED, **SIZES),
 }
 
 
@@ -37,11 +42,11 @@ def run_out() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 1 GiB")
 
 
-def raise_at(place: str, rows: int = 1) -> Callable[[torch.nn.Module, torch.optim.Optimizer], None]:
+def raise_at(place: str, rows: int = 1) -> Callable[[LiveState], None]:
     """Make a model that runs out of memory at this place in micro-batches of more than `rows` rows."""
 
     def is_too_large(tensor: torch.Tensor) -> bool:
-        return tensor.shape[0] > rows and tensor.shape[1] > 2
+        return torch.is_grad_enabled() and tensor.shape[0] > rows and tensor.shape[1] > 2  # not in an evaluation
 
     def in_forward(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         (hidden,) = args or (kwargs["input"],)
@@ -53,13 +58,13 @@ def raise_at(place: str, rows: int = 1) -> Callable[[torch.nn.Module, torch.opti
         if is_too_large(output) and output.requires_grad:
             output.register_hook(lambda grad: run_out())
 
-    def prepare(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model = base_model(model)
+    def prepare(live: LiveState) -> None:
+        model = base_model(live.model)
         blocks = model.model.layers
         if place == "backward":
             blocks[1].mlp.register_forward_hook(in_backward)
         elif place == "optimizer":
-            optimizer.register_step_pre_hook(lambda *_: run_out())
+            live.optimizer.optimizer.register_step_pre_hook(lambda *_: run_out())
         else:
             modules = {"embedding": model.model.embed_tokens, "loss": model.lm_head, "recompute": blocks[2].mlp}
             modules.get(place, blocks[2]).register_forward_pre_hook(in_forward, with_kwargs=True, prepend=True)
@@ -91,67 +96,73 @@ def main() -> None:
     said: list[str] = []
     finetune_mem_limit.memory = lambda device: {"live_tensors_gib": 0.0}
 
-    def run(cell: Cell, **kwargs) -> dict:
+    dropout = Cell("embeddings", "every", training="lora", **SIZES)
+    references = references_of([*LAYOUTS.values(), dropout], base)
+
+    def undisturbed(live: LiveState) -> None:
+        pass
+
+    def train(cell: Cell, live: LiveState) -> Run:
         with mock.patch.object(finetune_mem_limit.SmallerMicroBatches, "__init__", noting):
-            return sharded_run(cell, base, accelerator, chunk_tokens=CHUNK, **kwargs)
+            return runs.train(live, cell.config(base), cell.case, references[cell], finetune_mem_limit)
+
+    def run(cell: Cell, disturb: Callable[[LiveState], None] = undisturbed) -> Run:
+        live = prepared(cell, base, accelerator)
+        disturb(live)
+        return train(cell, live)
 
     own_init = finetune_mem_limit.SmallerMicroBatches.__init__
 
     def noting(self, accelerator, model, rows, say) -> None:
         own_init(self, accelerator, model, rows, said.append)
 
-    def entry(name: str, cell: Cell, found: dict) -> None:
-        results["cells"][f"{name}-{cell.name}"] = {
-            **compare(found, replica_run(cell, world_size, rank)),
-            "said": list(said),
-        }
+    def entry(name: str, cell: Cell, disturb: Callable[[LiveState], None] = undisturbed) -> None:
+        live = prepared(cell, base, accelerator)
+        disturb(live)
+        found = judged(cell, train(cell, live), references[cell])
+        results["cells"][f"{name}-{cell.name}"] = {**found, **placed(live), "said": list(said)}
         said.clear()
+
+    def on_rank_1(disturb: Callable[[LiveState], None]) -> Callable[[LiveState], None]:
+        return disturb if rank == 1 else undisturbed
 
     for name, cell in LAYOUTS.items():
         for place in PLACES if name == "block" else ("forward", "recompute", "backward"):
             if place == "recompute" and cell.recompute == "none":
                 continue
-            on = {"before_training": raise_at(place)} if rank == 1 else {}
-            entry(f"{name}, {place}", cell, run(cell, **on))
+            entry(f"{name}, {place}", cell, on_rank_1(raise_at(place)))
 
     # After an evaluation FSDP2 would gather its last unit first: on the ranks that go on, not on the one that failed.
-    def after_evaluation(place: str) -> Callable[[torch.nn.Module, torch.optim.Optimizer], None]:
-        def prepare(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            batches = make_batches(LAYOUTS["embeddings"], rank, world_size)[0]
-            evaluate(accelerator, model, batches, finetune_mem_limit.micro_batch_loss)
-            if rank == 1:
-                raise_at(place)(model, optimizer)
+    def after_evaluation(place: str) -> Callable[[LiveState], None]:
+        def disturb(live: LiveState) -> None:
+            batches = batches_of(rank, 1, text_tokens(live.model))[0]
+            evaluate(accelerator, live.model, batches, finetune_mem_limit.micro_batch_loss)
+            on_rank_1(raise_at(place))(live)
 
-        return prepare
+        return disturb
 
     for place in ("forward", "backward"):
-        cell = LAYOUTS["embeddings"]
-        entry(f"after an evaluation, {place}", cell, run(cell, before_training=after_evaluation(place)))
-    both = {"before_training": raise_at("backward" if rank == 0 else "forward")}
-    entry("both ranks at different places", LAYOUTS["block"], run(LAYOUTS["block"], **both))
+        entry(f"after an evaluation, {place}", LAYOUTS["embeddings"], after_evaluation(place))
+    entry("both ranks at different places", LAYOUTS["block"], raise_at("backward" if rank == 0 else "forward"))
     for kind, numbers in ((out_of_memory.CountedAllGather, (9,)), (out_of_memory.CountedReduceScatter, (12,))):
         with no_buffer(kind, numbers if rank == 1 else ()):
-            entry(f"buffer of {kind.__name__}", LAYOUTS["block"], run(LAYOUTS["block"]))
+            entry(f"buffer of {kind.__name__}", LAYOUTS["block"])
 
     # Dropout: a step that is done again draws what it drew, as a run does that has small micro-batches from the start.
-    dropout = Cell("embeddings", "every", training="lora", accumulation=3, layers=3)
     with mock.patch.object(finetune_mem_limit.SmallerMicroBatches, "split", split_from_the_start):
         expected = run(dropout)
-    on = {"before_training": raise_at("backward")} if rank == 1 else {}
-    results["dropout"] = same_bits(run(dropout, **on), expected)
-    results["dropout, after an evaluation"] = same_bits(
-        run(dropout, before_training=after_evaluation("forward")), expected
-    )
+    on = on_rank_1(raise_at("backward"))
+    results["dropout"] = same_bits(run(dropout, on), expected)
+    results["dropout, after an evaluation"] = same_bits(run(dropout, after_evaluation("forward")), expected)
     with mock.patch.object(out_of_memory, "set_generator_states"):
-        results["dropout, not rewound"] = same_bits(run(dropout, **on), expected)
+        results["dropout, not rewound"] = same_bits(run(dropout, on), expected)
     said.clear()
 
     results["ends"] = {}
     for name, place, rows in (("one row", "forward", 0), ("optimizer", "optimizer", 0)):
-        on = {"before_training": raise_at(place, rows)} if rank == 1 else {}
         code = None
         try:
-            run(LAYOUTS["block"], **on)
+            run(LAYOUTS["block"], on_rank_1(raise_at(place, rows)))
         except SystemExit as exit_:
             code = exit_.code
             accelerator.free_memory()

@@ -22,6 +22,7 @@ from hooks import apply
 from hooks import wrap as hook_wrap
 from hooks.config import HookConfig, read_hook_config
 from tools.proof import proof as command
+from tools.proof import runs
 from tools.proof.cpu_ranks import run_on_cpu_ranks
 from torch import nn
 from training import evaluation, losses, optimizer
@@ -108,8 +109,8 @@ forward = LlamaForCausalLM.forward
 def later_micro_batches_dropped(model: nn.Module, batch: dict, step_label_tokens: int, world_size: int) -> tuple:
     """One rank's gradient is lost but for the first micro-batch of each step."""
     loss, loss_sum = losses.micro_batch_loss(model, batch, step_label_tokens, world_size)
-    calls[0] += 1
-    is_lost = torch.distributed.get_rank() == 1 and calls[0] % 3 != 1
+    calls[0] += model.training  # not in an evaluation
+    is_lost = torch.distributed.get_rank() == 1 and calls[0] % 6 not in (1, 4, 0)  # windows of 3, 2 and 1
     return loss * (0.0 if is_lost else 1.0), loss_sum
 
 
@@ -126,7 +127,7 @@ def nan_on_one_rank(model: nn.Module) -> None:
         model.get_parameter("model.norm.weight").to_local().data.fill_(torch.nan)
 
 
-class WrongLogOfOneRank(command.RecordingLog):
+class WrongLogOfOneRank(runs.RecordingLog):
     """A log that one rank writes wrong."""
 
     def write_step(self, step: int, values: dict) -> None:
@@ -153,7 +154,7 @@ def run_without_balancing(configs: dict, accelerator: object) -> dict:
     with (
         mock.patch.object(losses, "auxiliary_weight", lambda model: 0.0),
         mock.patch.object(command, "CASES", cases),
-        mock.patch.object(command, "balancing_weight", lambda config: 0.0),  # as if both had the same error
+        mock.patch.object(runs, "balancing_weight", lambda config: 0.0),  # as if both had the same error
     ):
         return {c.name: vars(c) for c in command.verify(CONFIG_MAPPING["mixtral"](), configs["default"], accelerator)}
 
@@ -183,13 +184,13 @@ FAULTS = {  # and the cases that could show it; none named: all
 FAULTS_OF_ONE_CASE = {  # found by the plain case as well as by any
     "not clipped": mock.patch.object(finetune, "clip_grad_norm", norm_without_clipping),
     "leaking pack": mock.patch.object(LlamaForCausalLM, "forward", leaking_forward),
-    "optimizer on unsharded tensors": mock.patch.object(command, "make_optimizer", optimizer_of_copies),
-    "state not kept": mock.patch.object(command, "make_optimizer", forgetful_optimizer),
-    "gradients not zeroed": mock.patch.object(command, "make_optimizer", optimizer_that_keeps_gradients),
+    "optimizer on unsharded tensors": mock.patch.object(runs, "make_optimizer", optimizer_of_copies),
+    "state not kept": mock.patch.object(runs, "make_optimizer", forgetful_optimizer),
+    "gradients not zeroed": mock.patch.object(runs, "make_optimizer", optimizer_that_keeps_gradients),
     "loss in bf16": mock.patch.object(losses, "token_loss_sum", loss_in_bf16),
     "mean of means": mock.patch.object(finetune, "micro_batch_loss", mean_of_means),
     "NaN on one rank": mock.patch.object(evaluation, "reshard_all", nan_on_one_rank),
-    "wrong loss on one rank": mock.patch.object(command, "RecordingLog", WrongLogOfOneRank),
+    "wrong loss on one rank": mock.patch.object(runs, "RecordingLog", WrongLogOfOneRank),
     "NaN loss": mock.patch.object(finetune, "micro_batch_loss", loss_that_is_not_a_number),
     "evaluation not reduced": mock.patch.object(finetune, "evaluate", evaluation_of_own_rows),
 }
@@ -227,7 +228,7 @@ def work(out: str) -> None:
     results["faults"]["no balancing"] = run_without_balancing(configs, accelerator)
     results["faults"]["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
     of_dtypes = mock.patch.object(command, "CASES", [case for case in command.CASES if case.is_policy])
-    with of_dtypes, mock.patch.object(command, "precision_policies", policies_that_cast_inputs):
+    with of_dtypes, mock.patch.object(runs, "precision_policies", policies_that_cast_inputs):
         results["faults"]["inputs cast"] = checks("beam", "default")
     with of_dtypes, mock.patch.object(hook_wrap, "kept_in_fp32", lambda model: ([], [])):
         results["faults"]["routers rounded"] = checks("deepseek_v3", "default")

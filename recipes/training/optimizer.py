@@ -1,6 +1,7 @@
 """AdamW over the sharded parameters: parameter groups, the proof that it holds them, state offload."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -136,7 +137,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step over all slices; a hook of `step` runs once for each, and once for the whole."""
+        """One step over all slices."""
+        one_slice = inspect.unwrap(torch.optim.AdamW.step)  # without the hooks, which are for the whole
         groups, slices = self.param_groups, list(self.slices())
         device = slices[0][0]["params"][0].device
         copies = None if device.type == "cpu" else torch.Stream(device=device)
@@ -149,7 +151,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                     left.synchronize()  # the slice before is home: else the host would soon ask for memory for all
                 upcoming = self.send(following, device, copies) if following else []
                 self.param_groups = current
-                super().step()
+                one_slice(self)
                 self.take_back(current, visiting)
                 visiting, left = upcoming, copies and torch.accelerator.current_stream().record_event()
         finally:

@@ -1,11 +1,11 @@
 """Sharded training equals unsharded training, for every layout the YAML can ask for.
 
 One launch of exactness_worker.py with 2 processes runs all cells; the tests below read its figures. Tolerances: against
-the replica (same arithmetic, another order of additions) fp32 and bf16 agree to a few units in the last place, 1e-6
-relative (a bf16 reduction too: the replica reduces in bf16, and fp32 in its place would be 2e-3 off); with a deferred
-reduction the additions are grouped otherwise, 5e-6. Against the unsharded fp32 process the first step is held to 1e-6
-and later steps to 1e-5, since AdamW's first updates have the sign of the gradient and amplify rounding (for three ranks
-also against the replica: 5e-6); weights after 3 steps to 5e-5, as everywhere in this project.
+the proof's reference (same arithmetic, another order of additions) fp32 and bf16 agree to a few units in the last
+place, 1e-6 relative at every step (a bf16 reduction too: the reference reduces in bf16, and fp32 in its place would be
+2e-3 off); with a deferred reduction the additions are grouped otherwise, 5e-6. Against one unsharded fp32 process that
+runs all rows at once 1e-6 as well. Weights after a step 5e-5, as everywhere in this project: AdamW divides by gradients
+near zero.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from cells import check_cell, check_steps, launch_worker
+from cells import check_cell, launch_worker
 from exactness_worker import grid
 
 CELLS = [cell.name for cell in grid()]
@@ -37,7 +37,7 @@ def test_grid_has_every_meeting_of_three_of_wrap_dtype_training_and_accumulation
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_sharded_run_equals_its_replica(results, name):
+def test_sharded_run_equals_its_reference(results, name):
     check_cell(name, results["cells"][name])
 
 
@@ -48,11 +48,8 @@ def test_cells_with_an_unsharded_reference_are_those_in_fp32_without_another_dia
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_sharded_run_equals_one_unsharded_process_on_all_rows(results, name):
-    cell = results["cells"][name]["unsharded"]
-    check_steps(cell["loss"], 1e-6, 1e-6)
-    check_steps(cell["gradient"], 1e-6, 1e-5)
-    assert cell["norm"][0] <= 1e-6
-    assert cell["weight"] <= 5e-5
+    errors = results["cells"][name]["unsharded"]
+    assert all(errors[kind] <= 1e-6 for kind in ("loss", "norm", "gradient")), errors
 
 
 def test_recompute_is_bit_equal_to_no_recompute_with_and_without_dropout(results):
@@ -83,23 +80,7 @@ def test_other_world_sizes_are_as_exact(tmp_path, processes):
     assert found["world_size"] == processes
     assert len(found["cells"]) == 6
     for name, cell in found["cells"].items():
-        check_cell(name, cell, later=5)  # three ranks add in another order, and AdamW amplifies that rounding
-
-
-def test_lost_dropout_state_turns_the_comparison_red(results):
-    fault = results["faults"]["dropout state not kept"]
-    assert fault["loss"][0] <= 1e-6  # the loss does not show it
-    assert fault["gradient"][0] > 0.1
-
-
-def test_mean_of_means_turns_the_comparison_red(results):
-    fault = results["faults"]["mean of means"]
-    assert fault["gradient"][0] > 0.1 and fault["norm"][0] > 1e-2
-
-
-def test_loss_in_bf16_turns_the_comparison_red(results):
-    fault = results["faults"]["loss in bf16"]
-    assert fault["loss"][0] > 1e-4 and fault["gradient"][0] > 1e-3
+        check_cell(name, cell)
 
 
 def test_unit_that_is_planned_but_not_wrapped_stops_the_run(results):
@@ -116,20 +97,21 @@ def test_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale(results):
 
 
 def test_fp16_skips_overflowing_steps_on_all_ranks_and_clips_unscaled_gradients(results):
-    """fp16 rounds to 5e-4: 2e-3 on the loss; the norm's replica has moved by two steps of 1e-3: 1e-2."""
+    """Against fp32 at the weights of the start, which two skipped steps leave. fp16 rounds to 5e-4: 2e-3."""
     found = results["fp16"]
     assert found["same_on_all_ranks"] and found["fp16_state_dtypes"] == ["torch.float32"]
     rows = found["fp16"]
     assert [row["skipped_steps"] for row in rows] == [1, 2, 2]
-    assert [row["loss_scale"] for row in rows] == [2.0**16, 2.0**15, 2.0**15]
+    assert [row["loss_scale"] for row in rows] == [2.0**18, 2.0**14, 2.0**14]
     assert {row["learning_rate"] for row in rows} == {1e-3}  # a skipped step does not advance the schedule
     assert rows[0]["loss"] == pytest.approx(found["fp32_loss"][0], rel=2e-3)
-    assert rows[2]["grad_norm"] == pytest.approx(found["fp32_norms"][2], rel=1e-2)
+    assert rows[2]["loss"] == pytest.approx(found["fp32_loss"][2], rel=2e-3)
+    assert rows[2]["grad_norm"] == pytest.approx(found["fp32_norms"][2], rel=2e-3)
 
 
 def test_fused_optimizer_would_hide_skipped_steps_under_fp16(results):
     first, second, _ = results["fp16"]["fused"]
-    assert first["loss_scale"] == 2.0**16 and first["skipped_steps"] == 0  # skipped, and nobody told
+    assert first["loss_scale"] == 2.0**18 and first["skipped_steps"] == 0  # skipped, and nobody told
     assert first["learning_rate"] > second["learning_rate"]
 
 
@@ -162,7 +144,7 @@ def test_rotary_buffers_stay_fp32_and_persistent_buffers_stay_whole(results):
 
 
 def test_no_micro_batchs_graph_outlives_it(results):
-    assert len(results["logits_alive"]) == 3 + 2 + 1 - 1 and not any(results["logits_alive"])
+    assert len(results["logits_alive"]) == 3 + 2 + 1 + 2 - 1 and not any(results["logits_alive"])
 
 
 def test_exported_tied_model_stores_its_head_once_and_has_equal_logits(results):

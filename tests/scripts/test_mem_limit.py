@@ -94,9 +94,9 @@ def sharded(tmp_path_factory):
 
 def test_loss_in_chunks_is_as_exact_as_the_plain_loss(sharded):
     """2 processes. In bf16 with LoRA the head is frozen, so nothing is rounded once more."""
-    assert len(sharded["cells"]) == 7 and "all dials" in sharded["cells"]
+    assert len(sharded["cells"]) == 7 and any("hook_norm_dtype=fp32" in name for name in sharded["cells"])
     for name, cell in sharded["cells"].items():
-        check_cell(name, cell, later=5)
+        check_cell(name, cell)
 
 
 def test_loss_in_chunks_gathers_the_head_no_more_often(sharded):

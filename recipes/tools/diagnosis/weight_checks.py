@@ -58,22 +58,20 @@ class FirstStepCheck:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.waiting = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.samples: dict[str, Sample | None] = {}
-        self.depth, self.is_done = 0, False
+        self.is_done = False
         optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Copy a few values of each tensor."""
-        self.depth += 1  # a step that goes in slices is a step within a step
-        if self.depth == 1 and not self.is_done:
+        if not self.is_done:
             self.samples = {name: take_sample(parameter) for name, parameter in self.waiting.items()}
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Compare them, and say what did not move."""
-        self.depth -= 1
-        if self.depth or self.is_done:
+        if self.is_done:
             return
         seen = {name: sample.read(self.waiting[name]) for name, sample in self.samples.items() if sample is not None}
         self.samples = {}

@@ -37,6 +37,7 @@ class Run:
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # after clipping
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # after each step, and at the end of the run
     outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)  # what a sharded run wrote of each step
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return chunks[dist.get_rank()].clone() if dist.get_rank() < len(chunks) else tensor.detach()[:0]
 
 
-def follow(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, expected: Run) -> None:
+def follow(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, expected: Run | None) -> None:
     """Record a sharded run's gradients before each optimizer step and its weights after it; then give it the weights
-    that the reference has there."""
+    that the reference has there, if there is one."""
 
     def record_gradients(*_: object) -> None:
         named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -217,7 +218,7 @@ def follow(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, expecte
     def take_weights(*_: object) -> None:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         run.weights.append({name: local(p) for name, p in trained.items()})
-        for name, value in expected.weights[len(run.weights) - 1].items():
+        for name, value in expected.weights[len(run.weights) - 1].items() if expected is not None else ():
             parameter = trained[name]
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             own.copy_(local(value) if isinstance(parameter, DTensor) else value)
@@ -272,7 +273,7 @@ def relative_error(found: float, expected: float) -> float:
 def first_different_module(found: Run, expected: Run, tolerance: float) -> str | None:
     """Name of the first module in order of execution whose output differs in the first forward, None if none does."""
     (outputs,) = found.outputs
-    for name, value in expected.outputs[dist.get_rank()].items():
+    for name, value in expected.outputs[dist.get_rank()].items() if expected.outputs else ():
         other = outputs.get(name)
         if other is None or other.shape != value.shape or not value.is_floating_point():
             continue

@@ -6,36 +6,19 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 
-import finetune
-import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from hooks.apply import apply_hooks, plan_hooks
+from hooks.apply import plan_hooks
 from hooks.config import HookConfig, read_hook_config
-from hooks.dtypes import DTYPES
-from hooks.live import report_wrap
-from hooks.structure import kept_in_fp32
-from rows.batches import Step
-from saving.folder import START
-from saving.state import LiveState
 from torch import nn
-from training.arguments import FinetuneArguments
-from training.launch import end, make_accelerator, make_device_mesh, stop_together
-from training.optimizer import make_optimizer, prepare
-from training.progress import Progress
+from training.launch import end, make_accelerator, stop_together
 from transformers import HfArgumentParser, PreTrainedConfig
-from utils import precision_policies
 
 from .architecture import (
     balancing_term,
-    balancing_weight,
     check_causal,
-    norms_by_name,
     own_loss,
     packed_isolation,
     scaled_threshold,
-    set_buffer_dtype,
-    text_tokens,
     unsized_model,
 )
 from .cases import (
@@ -43,40 +26,26 @@ from .cases import (
     BALANCING_LORA_CASE,
     CASES,
     DEFERRED_TOLERANCE,
-    EVAL_STEPS,
     LORA_CASES,
     REDUCED_BF16_TOLERANCE,
-    STEPS,
     TOLERANCE,
     Case,
     Check,
-    RecordingLog,
     acting_checks,
-    batches_of,
     compare,
     config_of,
     exact_config,
     gradient_check,
-    held_out_of,
     reference_key,
     same_bits_check,
 )
 from .cpu_ranks import agreement_group, captured, describe, failed_alike, run_on_cpu_ranks
-from .exactness import SEED, Run, follow, is_inside, local, recorded_outputs, reference_run
+from .exactness import Run
 from .proof_arguments import VerifyArguments, build_case, load_model_config
 from .proof_report import exit_status, json_report, print_json, table, verdict
+from .runs import Failure, prepared, shared_references, train
 from .shrink import build_tiny_model
 from .structure_checks import adapter_check, structure_checks
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """Why an unsharded run of the tiny model did not end."""
-
-    error: str
-    described: str  # with its type and place
-    is_refusal: bool  # a ValueError: the model says that it cannot be used so
-
 
 MAX_LAYERS = 48  # of a tiny model that keeps the number of layers
 PACKED, REAL_UNITS = "packed documents", "units at real size"
@@ -153,7 +122,7 @@ def verify(
     configs = {case: config_of(case, config, min_num_params) for case in cases}
     keys = {case: (*reference_key(case, configs[case]), build.keywords["keeps_layers"]) for case in cases}
     missing = {key: case for case, key in keys.items() if key not in references}
-    known = references | shared_references(missing, configs, build, lora)
+    known = references | shared_references(missing, configs, lambda case: build_case(build, case, lora))
     references |= {key: run for key, run in known.items() if isinstance(run, Run)}
     for case in cases:
         run_config, expected, failure = configs[case], known[keys[case]], ""
@@ -165,7 +134,7 @@ def verify(
             continue
         try:
             model = build_case(build, case, lora)
-            runs[case] = sharded_run(model, run_config, accelerator, case, expected)
+            runs[case] = train(prepared(model, run_config, accelerator, case), run_config, case, expected)
         except (Exception, SystemExit) as error:  # a model that cannot run is a finding, and the other checks go on
             accelerator.free_memory()
             failure = describe(error)
@@ -217,102 +186,6 @@ def tiny_builder(model_config: PreTrainedConfig, config: HookConfig) -> partial:
     names_layers = bool(config.hook_wrap_function or config.hook_checkpoint_function)
     num_layers = getattr(model_config.get_text_config(), "num_hidden_layers", None) or 0
     return partial(build_tiny_model, model_config, keeps_layers=names_layers and num_layers <= MAX_LAYERS)
-
-
-def sharded_run(model: nn.Module, config: HookConfig, accelerator: Accelerator, case: Case, expected: Run) -> Run:
-    """The recipe's hooks in the recipe's order, then the recipe's own training loop, every step from the weights that
-    the reference has there."""
-    tokens = text_tokens(model)
-    plan = plan_hooks(model, config)
-    apply_hooks(model, plan, config, make_device_mesh(accelerator), precision_policies(config))
-    report_wrap(model, plan, config, is_cpu=True)  # raises where the live model is not what was planned
-    run, arithmetic, arguments = Run(), case.arithmetic, arguments_of(case)
-    optimizer = make_optimizer(model, arguments, config)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, arithmetic.last_rate, STEPS)
-    model, prepared = prepare(accelerator, model, optimizer)
-    follow(model, optimizer, run, expected)
-    rank = accelerator.process_index
-    batches = batches_of(rank, case.accumulation, tokens)
-    steps = iter([Step(micro_batches, {"epoch": 0, "rows_seen": 0}, []) for micro_batches in batches])
-    # One evaluation in the middle, which must change nothing, and one at the end.
-    log, live = RecordingLog(), LiveState(accelerator, model, prepared, scheduler, dict(START))
-    torch.manual_seed(SEED + rank)
-    run.outputs.append({})
-    with recorded_outputs(model, run.outputs[0]):
-        finetune.train(
-            live,
-            steps,
-            held_out_of(rank, tokens),
-            log=log,
-            progress=Progress(),
-            writer=None,
-            arguments=arguments,
-            config=config,
-        )
-    trained = [values for values in log.written if "loss" in values]
-    run.losses = [values["loss"] for values in trained]
-    run.norms = [values["grad_norm"] for values in trained]
-    run.evaluations = [values["eval_loss"] for values in log.written if "eval_loss" in values]
-    run.weights.append({n: local(p) for n, p in model.named_parameters() if p.requires_grad})
-    accelerator.free_memory()
-    return run
-
-
-def arguments_of(case: Case) -> FinetuneArguments:
-    """What the script's loop reads of its arguments."""
-    arithmetic = case.arithmetic
-    return FinetuneArguments(
-        learning_rate=arithmetic.learning_rate,
-        weight_decay=arithmetic.weight_decay,
-        adam_epsilon=arithmetic.adam_epsilon,
-        max_grad_norm=arithmetic.max_grad_norm,
-        logging_steps=1,
-        eval_steps=EVAL_STEPS,
-        seed=SEED,
-        output_dir="",
-    )
-
-
-def shared_references(
-    missing: dict[tuple, Case], configs: dict[Case, HookConfig], build: partial, lora: VerifyArguments | None
-) -> dict[tuple, Run | Failure]:
-    """The unsharded run of each key. One rank makes it and hands it to all; the ranks take turns, the long runs first.
-    Every rank must call it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    own: dict[tuple, Run | Failure] = {}
-    longest_first = sorted(missing, key=lambda key: (missing[key].accumulation, missing[key].is_policy), reverse=True)
-    for key in longest_first[rank::world_size]:
-        case = missing[key]
-        try:
-            own[key] = reference_of(build_case(build, case, lora), configs[case], world_size, case)
-        except Exception as error:
-            own[key] = Failure(str(error), describe(error), isinstance(error, ValueError))
-    parts: list[dict] = [{}] * world_size
-    dist.all_gather_object(parts, own)
-    return {key: run for part in parts for key, run in part.items()}
-
-
-def reference_of(model: nn.Module, config: HookConfig, world_size: int, case: Case) -> Run:
-    """One process that holds the whole model and runs the rows of all ranks."""
-    tokens = text_tokens(model)
-    per_rank = [batches_of(rank, case.accumulation, tokens) for rank in range(world_size)]
-    steps = [list(micro_batches) for micro_batches in zip(*per_rank)]
-    norms = norms_by_name(model)[0] if config.hook_norm_dtype else frozenset()
-    kept = kept_in_fp32(model)[0] if config.hook_param_dtype != "fp32" else []
-    dtypes = {"param_dtype": DTYPES[config.hook_param_dtype], "reduce_dtype": DTYPES[config.hook_reduce_dtype]}
-    modules = {"fp32_norms": frozenset(norms), "fp32_modules": frozenset(kept) - frozenset(norms)}
-    defers = not config.hook_reduce_every_micro_batch
-    arithmetic = dataclasses.replace(case.arithmetic, **dtypes, **modules, defers_reduction=defers)
-    stays = arithmetic.fp32_norms | arithmetic.fp32_modules
-    for name, parameter in model.named_parameters():  # a frozen base is stored in the dtype it computes in
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-        elif not is_inside(name, stays):
-            parameter.data = parameter.data.to(arithmetic.param_dtype)
-    if config.hook_buffer_dtype is not None:
-        set_buffer_dtype(model, DTYPES[config.hook_buffer_dtype])
-    held_out = [batch for rank in range(world_size) for batch in held_out_of(rank, tokens)]
-    return reference_run(model, steps, arithmetic, balancing_weight(model.config), held_out, EVAL_STEPS)
 
 
 def unit_check(model: nn.Module, config: HookConfig, name: str) -> Iterator[Check]:
