@@ -31,11 +31,6 @@ class RunFolder:
         """Where the run stands: at its start, or where the checkpoint was written."""
         return {name: self.manifest.get(name, value) for name, value in START.items()}
 
-    @property
-    def position(self) -> dict[str, int]:
-        """Of the rows."""
-        return {name: self.state[name] for name in ("epoch", "rows_seen")}
-
 
 def open_run(output_dir: str, resume_from: str | None, check_hashes: bool = False) -> RunFolder:
     """Make a run's folder, hold it until this process ends, and find where the run goes on. Every rank must call it.
