@@ -65,6 +65,7 @@ STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + 
 
 
 def main() -> None:
+    # Where one rank alone may fail (a file, a device), stop_together ends all: the others would wait for it for ever.
     with stop_together():
         arguments = parse_arguments(sample_dir=SAMPLE_DIR)
         config = read_hook_config(arguments.accelerate_config)
@@ -85,7 +86,7 @@ def main() -> None:
     with stop_together():
         run = open_run(arguments.output_dir, arguments.resume_from_checkpoint, arguments.check_hashes)
 
-    mesh = make_device_mesh(accelerator)
+    mesh = make_device_mesh(accelerator)  # by all ranks together, and then they load in turn
     set_seed(arguments.seed)  # the same random adapters on every rank
     with stop_together(), one_rank_at_a_time():
         model = build_model(arguments, config, accelerator, mesh, data)
@@ -93,10 +94,10 @@ def main() -> None:
 
     # The optimizer comes after wrapping and before any forward; the schedule counts its steps, on any number of ranks.
     with stop_together():
-        optimizer = make_optimizer(model, arguments, config)
+        adamw = make_optimizer(model, arguments, config)
     total_steps = data.count_steps(run.state)
-    scheduler = make_scheduler(optimizer, arguments.lr_scheduler_type, arguments.warmup_steps, total_steps)
-    model, optimizer = prepare(accelerator, model, optimizer)
+    scheduler = make_scheduler(adamw, arguments.lr_scheduler_type, arguments.warmup_steps, total_steps)
+    model, optimizer = prepare(accelerator, model, adamw)  # Accelerate's optimizer, around ours
     live = LiveState(accelerator, model, optimizer, scheduler, run.state)
 
     set_seed(arguments.seed, device_specific=True)  # each rank draws other dropout masks
@@ -156,7 +157,7 @@ def train(
     accelerator, model, device = live.accelerator, live.model, live.accelerator.device
     meter, watch = StepMeter(), LossWatch(config)
     profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log=log, meter=meter)
-    guard = NonFiniteSteps(accelerator, model, arguments, config, log.say)
+    guard = NonFiniteSteps(accelerator, model, arguments, config, state=live.state, say=log.say)
     step, is_stopping = live.state["step"], False
     while step < log.total_steps and not is_stopping:
         step += 1
@@ -179,15 +180,17 @@ def train(
         loss_sum, signalled = sums.tolist()
         is_stopping = signalled > 0
         learning_rate = float(live.scheduler.get_last_lr()[0])
-        if guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # else ends, or skips, on all ranks
+        if is_taken := guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # or ends the run
             with progress.mark("the optimizer's step"):
                 live.optimizer.step()
+            is_taken = not accelerator.optimizer_step_was_skipped  # by fp16's loss scaler
             meter.add_loss(loss_sum, label_tokens)
             log.say(watch.add(loss_sum, label_tokens))
-        if guard.count():
+        if is_taken:
             live.scheduler.step()
         live.optimizer.zero_grad()
-        live.state = {"step": step, **batches.position, "tokens_seen": live.state["tokens_seen"] + tokens}
+        tokens_seen = live.state["tokens_seen"] + tokens
+        live.state = {"step": step, **batches.position, "tokens_seen": tokens_seen, **guard.count(is_taken)}
         meter.add_step(tokens)
         log.bar.update()
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass
 class LiveState:
-    """What a checkpoint is of. `state`: step, epoch, rows_seen, tokens_seen and what else its manifest says of now."""
+    """What a checkpoint is of. `state`: folder.START's names, and what else its manifest says of now."""
 
     accelerator: Accelerator
     model: nn.Module
