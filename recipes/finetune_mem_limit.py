@@ -74,7 +74,6 @@ def main() -> None:
         config = read_hook_config(arguments.accelerate_config)
     with stop_together():
         accelerator = make_accelerator(config, arguments)
-
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.

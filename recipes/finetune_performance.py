@@ -76,7 +76,6 @@ def main() -> None:
     with stop_together():
         accelerator = make_accelerator(config, arguments)
         check_kernels(arguments, accelerator.device)
-
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
