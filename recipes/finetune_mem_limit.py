@@ -24,9 +24,8 @@ from hooks.config import HookConfig, as_plain_dict, read_hook_config
 from hooks.live import report_wrap, save_report
 from hooks.structure import set_use_cache
 from hooks.wrap import set_gradient_sync
-from rows.batches import Share, Step, count_steps, evaluation_batches
+from rows.batches import Step
 from rows.prepare import Data, prepare_data
-from rows.tokenizing import preview
 from saving.checkpoint import CheckpointWriter
 from saving.folder import best_checkpoint, open_run
 from saving.huggingface import export_model
@@ -59,7 +58,7 @@ from training.origin import origin_lines
 from training.out_of_memory import OPTIMIZER, SmallerMicroBatches, stop_if_out_of_memory
 from training.profiling import StepProfiler
 from training.progress import Progress, follow_blocks
-from training.start_lines import start_lines
+from training.start_lines import preview, start_lines
 from transformers import PreTrainedTokenizerBase
 from utils import clip_grad_norm, precision_policies
 
@@ -69,17 +68,18 @@ LOSS_CHUNK_TOKENS = 1024  # smaller: less memory; in bf16 the head's gradient is
 
 
 def main() -> None:
+    # Where one rank alone may fail (a file, a device), stop_together ends all: the others would wait for it for ever.
     with stop_together():
         arguments = parse_arguments(sample_dir=SAMPLE_DIR, kind=MemLimitArguments)
         config = read_hook_config(arguments.accelerate_config)
     with stop_together():
         accelerator = make_accelerator(config, arguments)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Data: every rank reads the same rows; which ones it takes follows from one global order.
     with stop_together():
         tokenizer = load_tokenizer(arguments)
-        data = prepare_data(arguments, tokenizer)
-        rows_hash = data_hash(data.train)
+        data = prepare_data(arguments, tokenizer, rank, world_size)
     if arguments.preview:
         accelerator.print("\n".join([*data.lines, preview(data.train, tokenizer, arguments.preview)]))
         return end(accelerator)
@@ -88,23 +88,22 @@ def main() -> None:
     with stop_together():
         run = open_run(arguments.output_dir, arguments.resume_from_checkpoint, arguments.check_hashes)
 
-    mesh = make_device_mesh(accelerator)
+    mesh = make_device_mesh(accelerator)  # by all ranks together, and then they load in turn
     set_seed(arguments.seed)  # the same random adapters on every rank
     with stop_together(), one_rank_at_a_time():
         model = build_model(arguments, config, accelerator, mesh, data)
-        data.pack(arguments.max_length if arguments.packing else 0)
+        data.pack()
 
     # The optimizer comes after wrapping and before any forward; the schedule counts its steps, on any number of ranks.
     with stop_together():
-        optimizer = make_optimizer(model, arguments, config, arguments.optim)
-    share = Share.of(arguments, accelerator.process_index, accelerator.num_processes)
-    total_steps = count_steps(len(data.train), share, arguments.num_train_epochs, arguments.max_steps, run.state)
-    scheduler = make_scheduler(optimizer, arguments.lr_scheduler_type, arguments.warmup_steps, total_steps)
-    model, optimizer = prepare(accelerator, model, optimizer)
+        adamw = make_optimizer(model, arguments, config, arguments.optim)
+    total_steps = data.count_steps(run.state)
+    scheduler = make_scheduler(adamw, arguments.lr_scheduler_type, arguments.warmup_steps, total_steps)
+    model, optimizer = prepare(accelerator, model, adamw)  # Accelerate's optimizer, around ours
     live = LiveState(accelerator, model, optimizer, scheduler, run.state)
 
     set_seed(arguments.seed, device_specific=True)  # each rank draws other dropout masks
-    facts = identity_of_run(vars(arguments), as_plain_dict(config), rows_hash, share.rows_per_step, model)
+    facts = identity_of_run(vars(arguments), as_plain_dict(config), data_hash(data.train), model)
     log = MetricsLog(accelerator, arguments.output_dir, total_steps, run.state["step"])
     with stop_together():
         resumed = resume(live, run, facts)
@@ -112,10 +111,9 @@ def main() -> None:
     lines = [*origin_lines(Path(__file__).parent), *data.lines]
     log.start(arguments, config, lines + start_lines(config, arguments, accelerator, scheduler, total_steps))
     progress = follow_blocks(model, Progress(run.state["step"]))
-    watch_for_hangs(progress, arguments.output_dir, share.rank, share.world_size, arguments.hang_timeout)
+    watch_for_hangs(progress, arguments.output_dir, rank, world_size, arguments.hang_timeout)
 
-    steps = data.steps(arguments, share, run.position, tokenizer.pad_token_id)
-    test_batches = evaluation_batches(data.test, arguments.per_device_eval_batch_size, share, tokenizer.pad_token_id)
+    steps, test_batches = data.steps(run.state), data.test_batches()
     answers = Answers(accelerator, model, tokenizer, data.questions, arguments)
     writer = CheckpointWriter(live, arguments, facts)
     with explained_failures(progress, accelerator, model, optimizer, arguments.output_dir):
@@ -163,7 +161,7 @@ def train(
     meter, watch = StepMeter(), LossWatch(config)
     profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log=log, meter=meter)
     smaller = SmallerMicroBatches(accelerator, model, arguments.per_device_train_batch_size, log.say)
-    guard = NonFiniteSteps(accelerator, model, arguments, config, log.say)
+    guard = NonFiniteSteps(accelerator, model, arguments, config, state=live.state, say=log.say)
     step, is_stopping = live.state["step"], False
     while step < log.total_steps and not is_stopping:
         step += 1
@@ -186,15 +184,17 @@ def train(
         loss_sum, signalled = sums.tolist()
         is_stopping = signalled > 0
         learning_rate = float(live.scheduler.get_last_lr()[0])
-        if guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # else ends, or skips, on all ranks
+        if is_taken := guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # or ends the run
             with progress.mark("the optimizer's step"), stop_if_out_of_memory("the optimizer's step", OPTIMIZER):
                 live.optimizer.step()
+            is_taken = not accelerator.optimizer_step_was_skipped  # by fp16's loss scaler
             meter.add_loss(loss_sum, label_tokens)
             log.say(watch.add(loss_sum, label_tokens))
-        if guard.count():
+        if is_taken:
             live.scheduler.step()
         live.optimizer.zero_grad()
-        live.state = {"step": step, **batches.position, "tokens_seen": live.state["tokens_seen"] + tokens}
+        tokens_seen = live.state["tokens_seen"] + tokens
+        live.state = {"step": step, **batches.position, "tokens_seen": tokens_seen, **guard.count(is_taken)}
         meter.add_step(tokens)
         log.bar.update()
 

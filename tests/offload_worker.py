@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import finetune
 import finetune_mem_limit
 import torch
+from hooks.wrap import local
 from training.metrics import MetricsLog
-from training.optimizer import OffloadedAdamW, local
+from training.optimizer import OffloadedAdamW
 
 
 def main() -> None:

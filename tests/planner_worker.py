@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import torch
 import torch.distributed as dist
+from hooks.wrap import local
 from tools.planner.planned_step import Request
-from tools.planner.trace_step import Ready, local, ready, run_step
+from tools.planner.trace_step import Ready, ready, run_step
 from tools.proof.cpu_ranks import run_on_cpu_ranks
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile

@@ -99,6 +99,18 @@ def test_copy_is_the_script_its_yaml_and_what_python_would_import(scenario, clon
     assert copied(clone, "--status", tmp_path / "copy").endswith(": no file differs\n")
 
 
+@pytest.mark.parametrize("more", [(), ("--with", "tools")])
+def test_links_of_a_copys_pages_lead_somewhere_in_it(more, clone, tmp_path):
+    copied(clone, "finetune", tmp_path / "copy", *more)
+    links = [
+        page.parent / link
+        for page in (tmp_path / "copy").rglob("*.md")
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+        if "://" not in link
+    ]
+    assert len(links) >= 2 and all(link.exists() for link in links), links
+
+
 def test_copy_with_tools_has_the_workshop_the_commands_and_what_they_import(clone, to, tmp_path):
     copied(clone, "finetune_mem_limit.py", tmp_path / "all", "--with", "tools", "--yaml", "performance.yaml")
     found = own_files(tmp_path / "all")

@@ -256,3 +256,8 @@ def reshard_all(model: FSDPModule) -> None:
     the next backward would begin by gathering the unit that ran last in the evaluation.
     """
     model.reset_iter_state()  # of all units; it reshards them
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, or the tensor where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""From the data arguments to token rows: load the sources, tokenise the splits, pick the questions to answer."""
+"""From the data arguments to a rank's batches: load the sources, tokenise the splits, pick the questions to answer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from datasets import Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from .batches import Share, Step, training_steps
+from .batches import BatchSizes, Share, Step, count_steps, evaluation_batches, training_steps
 from .formats import FORMATS, as_columns, row_of
 from .packing import pack_rows
 from .sources import load_rows, open_stream, source_notes
@@ -20,7 +22,7 @@ from .tokenizing import MAX_LOST, Questions, prompts_and_answers, tokenize_rows,
 FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the format and what is learnt
 
 
-class DataArguments(Protocol):
+class DataOptions(BatchSizes, Protocol):
     """What is read of the script's arguments."""
 
     dataset_name: str
@@ -43,39 +45,57 @@ class DataArguments(Protocol):
     allow_lost_rows: bool
     predict_with_generate: bool
     load_best_model_at_end: bool
+    per_device_eval_batch_size: int
+    num_train_epochs: float
+    max_steps: int
     seed: int
 
 
 @dataclass
 class Data:
-    """What a run trains and evaluates on; the lines say what became of the rows."""
+    """What a run trains and evaluates on, and this rank's way through it; the lines say what became of the rows."""
 
-    train: Sequence[dict[str, Any]]  # a Dataset, or packed rows
+    train: Dataset  # of a stream its first rows
     test: Dataset | None
     lines: list[str]
-    questions: Questions
-    stream: Stream | None = None  # then `train` holds its first rows
+    arguments: DataOptions
+    share: Share
+    pad_token_id: int
+    questions: Questions | None = None
+    stream: Stream | None = None
+    packed: list[dict[str, Any]] | None = None
 
-    def pack(self, max_length: int) -> None:
-        """Put several documents into rows of this length; 0: leave them apart."""
-        if not max_length:
-            return
-        self.train, line = pack_rows(self.train.to_list(), max_length)
-        self.lines.append(line)
+    @property
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """What is trained on: the documents, or several of them in each row."""
+        return self.train if self.packed is None else self.packed
 
-    def steps(
-        self, arguments: DataArguments, share: Share, position: dict[str, int], pad_token_id: int
-    ) -> Iterator[Step]:
+    def pack(self) -> None:
+        """Put several documents into one row, under --packing."""
+        if self.arguments.packing:
+            self.packed, line = pack_rows(self.train.to_list(), self.arguments.max_length)
+            self.lines.append(line)
+
+    def count_steps(self, state: dict[str, int]) -> int:
+        """Optimizer steps of the run, those before this state included."""
+        epochs, max_steps = self.arguments.num_train_epochs, self.arguments.max_steps
+        return count_steps(len(self.rows), self.share, epochs, max_steps, state)
+
+    def steps(self, position: dict[str, int]) -> Iterator[Step]:
         """This rank's optimizer steps from a position on, without end."""
-        order = {"seed": arguments.seed, "pad_token_id": pad_token_id}
+        order = {"seed": self.arguments.seed, "pad_token_id": self.pad_token_id}
         if self.stream is not None:
-            return stream_steps(self.stream, share, position, **order)
-        workers, is_grouped = arguments.dataloader_num_workers, arguments.group_by_length
-        return training_steps(self.train, share, position, num_workers=workers, group_by_length=is_grouped, **order)
+            return stream_steps(self.stream, self.share, position, **order)
+        order |= {"num_workers": self.arguments.dataloader_num_workers}
+        return training_steps(self.rows, self.share, position, group_by_length=self.arguments.group_by_length, **order)
+
+    def test_batches(self) -> DataLoader | list[dict[str, torch.Tensor]]:
+        """This rank's batches of the held-out rows, as many as on every rank."""
+        return evaluation_batches(self.test, self.arguments.per_device_eval_batch_size, self.share, self.pad_token_id)
 
 
-def prepare_data(arguments: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Load and tokenise what the arguments name.
+def prepare_data(arguments: DataOptions, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int) -> Data:
+    """Load and tokenise what the arguments name, for this rank.
 
     Raises:
         ValueError: data that cannot be loaded, read, masked or learnt from; names file and line.
@@ -115,7 +135,7 @@ def prepare_data(arguments: DataArguments, tokenizer: PreTrainedTokenizerBase) -
         test, test_line = tokenize_rows(test_set, tokenizer, which="test", **options)
     elif arguments.load_best_model_at_end:
         raise ValueError("--load_best_model_at_end needs a test split (or --validation_split_percentage).")
-    questions = Questions([], [], False)
+    questions = None
     if arguments.predict_with_generate:
         questions = prompts_and_answers(test_set, tokenizer, columns, arguments.skip_bad_rows)
     stream = None
@@ -133,7 +153,8 @@ def prepare_data(arguments: DataArguments, tokenizer: PreTrainedTokenizerBase) -
     lines = [train_line, test_line, *source_notes(names, *splits)]
     if missing:
         lines.append(f"note: none of the first {len(train_set):,} rows has the column {missing} of --dataset_columns")
-    return Data(train, test, lines, questions, stream)
+    share = Share.of(arguments, rank, world_size)
+    return Data(train, test, lines, arguments, share, tokenizer.pad_token_id, questions, stream)
 
 
 def missing_columns(rows: Dataset, columns: dict[str, str]) -> str:

@@ -8,8 +8,6 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +230,8 @@ class Questions:
 
 def prompts_and_answers(
     rows: Dataset | None, tokenizer: PreTrainedTokenizerBase, columns: dict[str, str], skip_bad_rows: bool
-) -> Questions:
-    """The prompts of held-out rows, with the answers that are expected.
+) -> Questions | None:
+    """The prompts of held-out rows, with the answers that are expected; None where none can be read.
 
     Raises:
         ValueError: a row without an answer to compare with (plain text, or a chat that does not end in one).
@@ -253,17 +251,4 @@ def prompts_and_answers(
         is_rendered = bool(example.messages)
         prompts.append(render_prompt(example, tokenizer) if is_rendered else example.prompt)
         answers.append(last["content"])
-    return Questions(prompts, answers, is_rendered)
-
-
-def preview(rows: Dataset, tokenizer: PreTrainedTokenizerBase, count: int) -> str:
-    """The first rows as text, what is learnt between >>> and <<<."""
-    shown = []
-    for index in range(min(count, len(rows))):
-        row, text = rows[index], ""
-        learnt = [label != IGNORE_INDEX and position > 0 for position, label in enumerate(row["labels"])]
-        for is_learnt, run in groupby(zip(row["input_ids"], learnt), key=itemgetter(1)):
-            part = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
-            text += f">>>{part}<<<" if is_learnt else part
-        shown.append(f"row {index + 1} ({len(row['input_ids'])} tokens):\n{text}")
-    return "\n\n".join(shown)
+    return Questions(prompts, answers, is_rendered) if prompts else None

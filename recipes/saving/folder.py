@@ -11,6 +11,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
+START |= {"skipped_steps": 0, "skipped_in_a_row": 0}  # which older checkpoints do not say
 MANIFEST, LOCK = "manifest.json", ".lock"
 FORMAT = 1  # of a checkpoint's folder and manifest
 MANIFEST_TYPES = {"step": int, "epoch": int, "rows_seen": int, "tokens_seen": int, "schedule_steps": int}
@@ -30,11 +31,6 @@ class RunFolder:
     def state(self) -> dict[str, int]:
         """Where the run stands: at its start, or where the checkpoint was written."""
         return {name: self.manifest.get(name, value) for name, value in START.items()}
-
-    @property
-    def position(self) -> dict[str, int]:
-        """Of the rows."""
-        return {name: self.state[name] for name in ("epoch", "rows_seen")}
 
 
 def open_run(output_dir: str, resume_from: str | None, check_hashes: bool = False) -> RunFolder:

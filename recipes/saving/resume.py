@@ -25,13 +25,11 @@ UNIMPORTANT = (
     *("report_to", "logging_steps", "eval_steps", "dataset_num_proc", "dataloader_num_workers"),
     *("on_non_finite", "profile", "hang_timeout"),
 )
-
-
 NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path")
 
 
 def identity_of_run(
-    arguments: dict[str, Any], keys: dict[str, Any], rows_hash: str, rows_per_step: int, model: nn.Module
+    arguments: dict[str, Any], keys: dict[str, Any], rows_hash: str, model: nn.Module
 ) -> dict[str, Any]:
     """What a run is, as JSON holds it: kept in each checkpoint, compared by compare_runs. `keys`: hooks.config's
     as_plain_dict. A collective."""
@@ -41,7 +39,8 @@ def identity_of_run(
     packed = f" packed to {arguments['max_length']}" if arguments["packing"] else ""
     facts = {"arguments": arguments, "yaml": yaml_keys, "data": rows_hash + packed}
     facts |= {"model": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()}
-    facts |= {"rows_per_step": rows_per_step}
+    rows_per_micro_step = arguments["per_device_train_batch_size"] * dist.get_world_size()
+    facts |= {"rows_per_step": rows_per_micro_step * arguments["gradient_accumulation_steps"]}
     return json.loads(json.dumps({**facts, "frozen": frozen_checksum(model)}))
 
 

@@ -1,12 +1,17 @@
 """The next step's batches, read and sent to the device while it works on this one."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from rows.batches import Step
 
 from .losses import num_label_tokens
+
+if TYPE_CHECKING:  # rows of the user's own need no rows/
+    from rows.batches import Step
 
 
 @dataclass

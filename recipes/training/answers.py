@@ -1,6 +1,8 @@
 """Greedy answers to held-out prompts, and how many match the expected answer exactly."""
 
-from typing import Protocol
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -13,24 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from .arguments import FinetuneArguments
 from .progress import Progress
 
-
-class Questions(Protocol):
-    """Held-out prompts with the answers that are expected; `is_rendered`: prompts hold their begin token already."""
-
-    prompts: list[str]
-    answers: list[str]
-    is_rendered: bool
+if TYPE_CHECKING:  # rows of the user's own need no rows/
+    from rows.tokenizing import Questions
 
 
 class Answers:
-    """Greedy answers to held-out prompts, before and after training; `questions` are rows.tokenizing's."""
+    """Greedy answers to held-out prompts, before and after training; none where there are no questions."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
-        questions: Questions,
+        questions: Questions | None,
         arguments: FinetuneArguments,
     ) -> None:
         self.accelerator, self.model, self.tokenizer = accelerator, model, tokenizer
@@ -39,6 +36,8 @@ class Answers:
 
     def give(self, progress: Progress) -> list[str]:
         """The answers of now, in order, on every rank."""
+        if self.questions is None:
+            return []
         with progress.mark("answers"):
             return greedy_answers(
                 self.accelerator,
@@ -51,10 +50,10 @@ class Answers:
             )
 
     def compare(self, progress: Progress) -> tuple[dict[str, float], str]:
-        """Answer once more: (the scores, a few prompts with their answers for a person to read); nothing where no
-        question was asked."""
-        prompts, expected = self.questions.prompts, self.questions.answers
-        return compare_answers(prompts, expected, self.before, self.give(progress)) if prompts else ({}, "")
+        """Answer once more: (the scores, a few prompts with their answers for a person to read)."""
+        if self.questions is None:
+            return {}, ""
+        return compare_answers(self.questions.prompts, self.questions.answers, self.before, self.give(progress))
 
 
 @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled once more for every length
@@ -73,8 +72,6 @@ def greedy_answers(
 
     Ranks take different prompts and stop at different lengths: `synced_gpus` keeps them in step until the last is done.
     """
-    if not prompts:
-        return []
     register_fsdp_forward_method(model, "generate")  # else the root unit's parameters stay sharded
     was_training = model.training
     ends = {tokenizer.eos_token_id, *as_list(model.generation_config.eos_token_id)} - {None}

@@ -187,11 +187,8 @@ def make_accelerator(config: HookConfig, arguments: FinetuneArguments | None = N
     check_processes(config)
     connect_ranks()
     plugin = FullyShardedDataParallelPlugin()
-    plugin.auto_wrap_policy, plugin.activation_checkpointing, plugin.activation_checkpointing_offload = (
-        None,
-        False,
-        False,
-    )
+    plugin.auto_wrap_policy = None
+    plugin.activation_checkpointing = plugin.activation_checkpointing_offload = False
     arguments = FinetuneArguments(report_to=["none"]) if arguments is None else arguments
     trackers = [name for name in arguments.report_to if name != "none"] or None
     check_same_keys(config)  # before anything that could fail on some ranks only

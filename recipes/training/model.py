@@ -38,6 +38,8 @@ def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:  # it only fills rows: masks come from lengths
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    for name in ("local_files_only", "is_local"):  # how it was loaded, which an export would say of itself
+        tokenizer.init_kwargs.pop(name, None)
     return tokenizer
 
 

@@ -36,7 +36,8 @@ class BegunStep:
 
 
 class NonFiniteSteps:
-    """Runs each step so that it can run again, and says whether the optimizer may take it.
+    """Runs each step so that it can run again, says whether the optimizer may take it, and counts those not taken, from
+    the `state` where the run stands.
 
     The first step that it may not take is run a second time under hooks, from the same random state, to name the module
     or parameter, the rank and the rows where it began; its rows are saved for replay.py. Both are a tool's to do. Under
@@ -49,13 +50,15 @@ class NonFiniteSteps:
         model: nn.Module,
         arguments: FinetuneArguments,
         config: HookConfig,
+        *,
+        state: dict[str, int],
         say: Callable[[str], None],
     ) -> None:
         self.accelerator, self.model, self.say = accelerator, model, say
         self.skips, self.seed, self.dtype = arguments.on_non_finite == "skip", arguments.seed, config.hook_param_dtype
         self.folder = Path(arguments.output_dir, "non_finite") if arguments.output_dir else None
-        self.skipped = self.skipped_in_a_row = 0
-        self.is_finite, self.is_explained = True, False
+        self.skipped, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self.is_explained = False
         self.last_finite = "no step before it was finite here"
         self.begun: BegunStep | None = None
 
@@ -72,8 +75,7 @@ class NonFiniteSteps:
         """
         may_skip = self.skipped_in_a_row < MAX_SKIPPED_STEPS
         may_overflow = self.accelerator.scaler is not None and may_skip
-        self.is_finite = math.isfinite(loss_sum) and (math.isfinite(grad_norm) or may_overflow)
-        if self.is_finite:
+        if math.isfinite(loss_sum) and (math.isfinite(grad_norm) or may_overflow):
             if math.isfinite(grad_norm):
                 loss = loss_sum / max(label_tokens, 1)
                 self.last_finite = f"the last finite one was step {step}: loss {loss:.4f}, grad_norm {grad_norm:.2f}"
@@ -104,12 +106,11 @@ class NonFiniteSteps:
             lines.append(replaying.save_step(self.folder, self.begun, rows, facts))
         return [*lines, f"{self.dtype}: {ADVICE[self.dtype]}; then hook_norm_dtype: fp32, hook_reduce_dtype: fp32"]
 
-    def count(self) -> bool:
-        """Whether the weights changed in this step; counts those in which they did not."""
-        was_taken = self.is_finite and not self.accelerator.optimizer_step_was_skipped
-        self.skipped += not was_taken
-        self.skipped_in_a_row = 0 if was_taken else self.skipped_in_a_row + 1
-        return was_taken
+    def count(self, is_taken: bool) -> dict[str, int]:
+        """Count a step if the weights did not change in it; returns both counts, for the state of the run."""
+        self.skipped += not is_taken
+        self.skipped_in_a_row = 0 if is_taken else self.skipped_in_a_row + 1
+        return {"skipped_steps": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def values(self) -> dict[str, float]:
         """For the log, where steps may be skipped: how many were, and fp16's loss scale."""

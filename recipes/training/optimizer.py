@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from hooks.config import HookConfig
+from hooks.wrap import local
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
@@ -199,11 +200,6 @@ class OffloadedAdamW(torch.optim.AdamW):
 def moving(state: dict[str, torch.Tensor]) -> list[str]:
     """Names of the tensors worth moving: not the step counts."""
     return [name for name, value in state.items() if value.ndim]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place(state: dict[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor:

@@ -1,13 +1,19 @@
 """What a run is, in the lines that it prints before its first step."""
 
+from itertools import groupby
+from operator import itemgetter
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from datasets import Dataset
 from hooks.config import HookConfig
 from hooks.dtypes import DTYPES, EMULATED, cost_beside_fp32
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
 
 from .arguments import FinetuneArguments
+from .losses import IGNORE_INDEX
 
 
 def start_lines(
@@ -50,3 +56,16 @@ def emulation_line(config: HookConfig, device: torch.device) -> list[str]:
         f"note: {dtype} is emulated on this {device.type}: a matrix product takes {cost:.1f} times as long as in fp32 "
         f"(measured just now). To train in fp32: {way_out}"
     ]
+
+
+def preview(rows: Dataset, tokenizer: PreTrainedTokenizerBase, count: int) -> str:
+    """The first rows as text, what is learnt between >>> and <<<."""
+    shown = []
+    for index in range(min(count, len(rows))):
+        row, text = rows[index], ""
+        learnt = [label != IGNORE_INDEX and position > 0 for position, label in enumerate(row["labels"])]
+        for is_learnt, run in groupby(zip(row["input_ids"], learnt), key=itemgetter(1)):
+            part = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+            text += f">>>{part}<<<" if is_learnt else part
+        shown.append(f"row {index + 1} ({len(row['input_ids'])} tokens):\n{text}")
+    return "\n\n".join(shown)

@@ -17,9 +17,10 @@ from rows.formats import find_format, read_example, row_of
 from rows.labels import IGNORE_INDEX
 from rows.prepare import prepare_data, read_columns
 from rows.sources import files_by_split, load_rows, open_stream, source_notes
-from rows.tokenizing import LISTED, MAX_LOST, preview, tokenize_rows
+from rows.tokenizing import LISTED, MAX_LOST, tokenize_rows
 from token_rows import CASES, SAMPLE_MODEL, TEMPLATE, learnt, read, rows_of, tokenizer_of, toy_tokenizer, write
 from training.arguments import parse_arguments
+from training.start_lines import preview
 
 ANSWER = {"role": "assistant", "content": "b"}
 
@@ -164,7 +165,7 @@ def test_any_mapped_column_selects_its_format_and_a_missing_one_is_named(tmp_pat
     for given, missing in (("prompt=question,completion=anwser", "anwser"), ("system=sytem", "sytem")):
         given = ["--model_name_or_path", "x", "--dataset_name", str(path), "--dataset_columns", given]
         with pytest.raises(ValueError, match=f"no row has the column '{missing}'"):
-            prepare_data(parse_arguments(given), toy_tokenizer(TEMPLATE))
+            prepare_data(parse_arguments(given), toy_tokenizer(TEMPLATE), 0, 1)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -845,5 +846,5 @@ def test_prepare_data_reads_the_shipped_sample() -> None:
     arguments = parse_arguments(
         ["--model_name_or_path", str(SAMPLE_MODEL), "--dataset_name", str(SAMPLE_MODEL.parent / "data")]
     )
-    data = prepare_data(arguments, tokenizer_of("sample"))
-    assert (len(data.train), len(data.test)) == (3600, 256) and not data.questions.prompts
+    data = prepare_data(arguments, tokenizer_of("sample"), 0, 1)
+    assert (len(data.train), len(data.test)) == (3600, 256) and data.questions is None

@@ -17,6 +17,7 @@ from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, small_model
 from rows.batches import Share, shuffled_order, split_rows
 from safetensors.torch import load_file, save_file
+from saving.folder import START, read_manifest
 from tools.diagnosis.finite_hooks import find_non_finite
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -229,6 +230,7 @@ def test_skipped_step_is_one_that_never_was(rows, one_bad_row, tmp_path):
     manifest = json.loads((by_hand / "checkpoint-2" / "manifest.json").read_text())
     assert manifest["schedule_steps"] == 1 and manifest["rows_seen"] == 8
     manifest |= {"step": 2, "rows_seen": 16}
+    del manifest["skipped_steps"], manifest["skipped_in_a_row"]  # a checkpoint from before they were kept
     (by_hand / "checkpoint-2" / "manifest.json").write_text(json.dumps(manifest))
     done = run(rows, model, by_hand, "--save_steps", 1, "--resume_from_checkpoint", "latest", steps=3)
     assert not any(done.codes), done.output[-3000:]
@@ -241,6 +243,19 @@ def test_skipped_step_is_one_that_never_was(rows, one_bad_row, tmp_path):
             assert torch.equal(tensor.flatten().view(torch.uint8), other[name].flatten().view(torch.uint8)), name
             checked += 1
     assert checked > 100
+    assert read_manifest(by_hand / "checkpoint-3")["skipped_steps"] == 0
+
+
+def test_resumed_run_goes_on_counting_what_was_skipped(rows, one_bad_row, tmp_path):
+    model, _ = one_bad_row
+    words = ["--on_non_finite", "skip", "--save_steps", 1]
+    done = run(rows, model, tmp_path / "run", *words, steps=2)
+    assert not any(done.codes), done.output[-3000:]
+    done = run(rows, model, tmp_path / "run", *words, "--resume_from_checkpoint", "latest", steps=3)
+    assert not any(done.codes), done.output[-3000:]
+    manifests = [read_manifest(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2, 3)]
+    counts = [(manifest["skipped_steps"], manifest["skipped_in_a_row"]) for manifest in manifests]
+    assert counts == [(0, 0), (1, 1), (1, 0)] and metrics(tmp_path / "run")[3]["skipped_steps"] == 1
 
 
 def test_bad_row_among_packed_ones_stops_the_run_with_the_documents_named(rows, one_bad_row, tmp_path):
@@ -262,16 +277,23 @@ def test_skipping_ends_after_so_many_steps_in_a_row(monkeypatch):
     accelerator = SimpleNamespace(scaler=None, optimizer_step_was_skipped=False)
     arguments = SimpleNamespace(on_non_finite="skip", seed=0, output_dir="")
     said = []
-    guard = NonFiniteSteps(accelerator, None, arguments, SimpleNamespace(hook_param_dtype="bf16"), said.append)
+    config = SimpleNamespace(hook_param_dtype="bf16")
+    guard = NonFiniteSteps(accelerator, None, arguments, config, state=START, say=said.append)
     for step in range(1, MAX_SKIPPED_STEPS + 1):
-        assert not guard.allows(step, [], 3.0, 7, float("nan")) and not guard.count()
-    assert guard.allows(51, [], 3.0, 7, 1.0) and guard.count() and guard.skipped == MAX_SKIPPED_STEPS
+        assert not guard.allows(step, [], 3.0, 7, float("nan"))
+        assert guard.count(False) == {"skipped_steps": step, "skipped_in_a_row": step}
+    assert guard.allows(51, [], 3.0, 7, 1.0)
+    assert guard.count(True) == {"skipped_steps": MAX_SKIPPED_STEPS, "skipped_in_a_row": 0}
     for step in range(52, 52 + MAX_SKIPPED_STEPS):
-        assert not guard.allows(step, [], float("inf"), 7, 1.0) and not guard.count()
+        assert not guard.allows(step, [], float("inf"), 7, 1.0)
+        state = guard.count(False)
     assert said[0] == "step 1: grad_norm is nan; skipped on every rank (1 so far)\n- found"
     assert len(said) == 2 * MAX_SKIPPED_STEPS and not any("found" in line for line in said[1:])
     with pytest.raises(ValueError, match="step 102: loss is inf after 50 skipped in a row; stopped before"):
         guard.allows(102, [], float("inf"), 7, 1.0)
+    guard = NonFiniteSteps(accelerator, None, arguments, config, state=state, say=said.append)  # resumed
+    with pytest.raises(ValueError, match="step 103: loss is inf after 50 skipped in a row; stopped before"):
+        guard.allows(103, [], float("inf"), 7, 1.0)
 
 
 THEIR_MODEL = """

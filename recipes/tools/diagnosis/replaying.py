@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
 from hooks.config import read_hook_config
+from rows.batches import Share
 from rows.prepare import Data
-from rows.tokenizing import Questions
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from saving.folder import find_checkpoint
@@ -176,7 +176,8 @@ def main() -> None:
     mesh = make_device_mesh(accelerator)
     set_seed(arguments.seed)
     with stop_together(), one_rank_at_a_time():
-        model = script.build_model(arguments, config, accelerator, mesh, Data(None, None, [], Questions([], [], False)))
+        share = Share.of(arguments, accelerator.process_index, accelerator.num_processes)
+        model = script.build_model(arguments, config, accelerator, mesh, Data(None, None, [], arguments, share, 0))
     with stop_together():
         optimizer = make_optimizer(model, arguments, config)
     model, optimizer = prepare(accelerator, model, optimizer)

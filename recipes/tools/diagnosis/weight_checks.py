@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from hooks.wrap import local
 from torch import nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 SAMPLE = 4096  # values of a shard, from its largest gradient on: a copy of them all would be one more copy of the model
@@ -139,8 +139,3 @@ def describe_stuck(
                 f"{meaning}. {listed}"
             )
     return "\n".join(lines)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, where it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig
-from hooks.wrap import reshard_all
+from hooks.wrap import local, reshard_all
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +33,7 @@ from training.arguments import FinetuneArguments
 from training.chunked_loss import compute_loss_in_chunks
 from training.launch import make_device_mesh
 from training.model import add_adapters, dtype_named
-from training.optimizer import check_optimizer, local, make_optimizer
+from training.optimizer import check_optimizer, make_optimizer
 from training.progress import Progress
 from utils import precision_policies
 
