@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from training.optimizer import local
 
 
 @dataclass
@@ -223,8 +224,3 @@ def numbers(tensor: torch.Tensor) -> str:
     nan, infinite = tensor.isnan().sum().item(), tensor.isinf().sum().item()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{nan:,} nan and {infinite:,} inf among its {tensor.numel():,} values ({dtype})"
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, where it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training.memory_errors import first_line
+from training.optimizer import local
 
 from ..planner.advice import next_knobs
 from ..planner.planned_step import request_of_run
@@ -46,8 +47,7 @@ def new_bytes(value: Any, seen: dict[int, int]) -> int:
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return 0
     try:
-        value = value.to_local() if isinstance(value, DTensor) else value
-        storage = value.untyped_storage()
+        storage = local(value).untyped_storage()
         if storage.data_ptr() in seen:
             return 0
         seen[storage.data_ptr()] = storage.nbytes()

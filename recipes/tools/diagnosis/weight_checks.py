@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
+from training.optimizer import local
 
 SAMPLE = 4096  # values of a shard, from its largest gradient on: a copy of them all would be one more copy of the model
 NAMED = 5
@@ -141,8 +141,3 @@ def describe_stuck(
                 f"{meaning}. {listed}"
             )
     return "\n".join(lines)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, where it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
