@@ -46,7 +46,7 @@ def main() -> None:
 def plan_beside(folder: Path) -> None:
     """plan.md, plan.json and plan.png of a run, into its folder."""
     from tools.planner.plan_report import write_report as write_plan  # only here: it needs torch
-    from tools.planner.planning import plan_run
+    from tools.planner.planned_step import plan_run
 
     write_plan([plan_run(folder)], folder)
 
