@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from tools.report.comparison import compare_runs_report
-from tools.report.run_files import read_run
-from tools.report.run_report import write_report
+from tools.report.run_report import read_run, write_report
 
 
 def main() -> None:
