@@ -93,17 +93,21 @@ def markdown(plan: Plan) -> str:
 
 def as_json(plans: list[Plan]) -> str:
     """Every figure, in bytes and GiB as named."""
-    values = []
-    for plan in plans:
-        step = {name: value for name, value in dataclasses.asdict(plan.step).items() if name != "timeline"}
-        figures = {"needs_gib": plan.needs, "comfortable_gib": plan.comfortable, "capacity_gib": plan.capacity}
-        figures |= {
+    values = [
+        {
+            "name": plan.name,
+            "needs_gib": plan.needs,
+            "comfortable_gib": plan.comfortable,
+            "capacity_gib": plan.capacity,
             "outside_gib": plan.outside,
             "evaluation_gib": plan.evaluation,
             "verdict": plan.verdict,
             "seconds": plan.seconds,
+            "host_gib": plan.host,
+            "step": {name: value for name, value in dataclasses.asdict(plan.step).items() if name != "timeline"},
         }
-        values.append({"name": plan.name, **figures, "host_gib": plan.host, "step": step})
+        for plan in plans
+    ]
     return json.dumps(values if len(values) > 1 else values[0], indent=1)
 
 
