@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from tools.report.comparison import compare_runs_report
-from tools.report.run_files import read_run
-from tools.report.run_report import write_report
+from tools.report.run_report import read_run, write_report
 
 
 def main() -> None:
@@ -46,7 +45,7 @@ def main() -> None:
 def plan_beside(folder: Path) -> None:
     """plan.md, plan.json and plan.png of a run, into its folder."""
     from tools.planner.plan_report import write_report as write_plan  # only here: it needs torch
-    from tools.planner.planning import plan_run
+    from tools.planner.planned_step import plan_run
 
     write_plan([plan_run(folder)], folder)
 

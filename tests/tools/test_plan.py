@@ -17,9 +17,8 @@ from hooks.config import read_hook_config
 from launching import CONFIGS, RECIPES, ROOT, run
 from tools.planner import command as plan
 from tools.planner.advice import advise, changes, largest
-from tools.planner.planned_arguments import STAND_IN, settle_attention, settle_length
-from tools.planner.planned_step import PlannedStep, Request, plan_step
-from tools.planner.planning import GIB, Plan, capacity_gib, make_plan
+from tools.planner.as_on_gpu import STAND_IN, settle_attention, settle_length
+from tools.planner.planned_step import GIB, Plan, PlannedStep, Request, capacity_gib, make_plan, plan_step
 from tools.planner.roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
 from training.arguments import KINDS, PerformanceArguments
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -249,7 +248,7 @@ def test_host_memory_is_what_loading_offload_and_a_saved_copy_need(folder, truth
     assert one["loaded"] == one["parameters"] * 2  # the config says bfloat16
     fields = {field.name for field in dataclasses.fields(PlannedStep)}
     step = PlannedStep(**{name: value for name, value in one.items() if name in fields})
-    monkeypatch.setattr("tools.planner.planning.plan_step", lambda request: step)
+    monkeypatch.setattr("tools.planner.planned_step.plan_step", lambda request: step)
     found = make_plan(request_of(folder, "finetune_performance.py", async_save=True), "copied").host
     assert found["weights mapped while loading (page cache)"] == one["loaded"] / GIB
     assert found["copy of the state while it is saved"] == one["parameters"] * 12 / GIB  # of both ranks together

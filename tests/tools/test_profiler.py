@@ -20,22 +20,21 @@ from rows.batches import collate
 from rows.packing import collate_packed
 from tiny_models import tiny_llama
 from tools.profiling.model_flops import count_flops, peak_flops, row_flops
-from tools.profiling.profile_report import (
+from tools.profiling.settings import changed_yaml, first_cause, last_words, settings, table
+from tools.profiling.step_profile import (
     CLIP,
     DATA,
     OPTIMIZER,
     SHARES,
     STEP,
-    Facts,
     Span,
     advice,
     combine,
     measure,
+    padding_tokens,
     profile_lines,
     profile_markdown,
 )
-from tools.profiling.settings import changed_yaml, first_cause, last_words, settings, table
-from tools.profiling.step_profile import padding_tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -195,49 +194,62 @@ def shares(**values):
     return dict.fromkeys(SHARES, 0.0) | values | {"computation": 1.0 - sum(values.values())}
 
 
+def advised(found, padding=0.0, is_gpu=True, recomputed=0, keys=(), **arguments):
+    """The advice on a run that needs none, but for what is named."""
+    wrap = {"recomputed_blocks": ["block"] * recomputed, "num_blocks": 6, "num_units": 9}
+    yaml = {"hook_wrap_function": None, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": 0}
+    yaml |= {"hook_wrap_blocks_per_unit": 1, "hook_reduce_every_micro_batch": False}
+    plain = {"gradient_accumulation_steps": 2, "packing": False, "group_by_length": False}
+    profile = {"shares": found, "padding_share": padding}
+    return advice(profile, wrap, {**yaml, **dict(keys)}, {**plain, **arguments}, is_gpu)
+
+
+SENDS = shares(exposed_communication=0.3)
+FOUR_BLOCKS = {"hook_wrap_blocks_per_unit": 4}
+BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 5000}
+
+
 def test_healthy_profile_gets_no_advice():
     limits = shares(exposed_communication=0.25, data_wait=0.05, host=0.20)
-    assert advice(Facts(limits, padding=0.20)) == []
+    assert advised(limits, padding=0.20) == []
 
 
 @pytest.mark.parametrize(
-    "facts, said",
+    "found, run, said",
     [
-        (Facts(shares(), recomputed_blocks=3, num_blocks=6), ["3 of 6 blocks recompute", "compare.py --steps 5"]),
-        (Facts(shares(exposed_communication=0.3), num_units=9), ["30%", "9 units", "hook_wrap_blocks_per_unit 2-4"]),
-        (Facts(shares(exposed_communication=0.3), blocks_per_unit=2), ["hook_wrap_blocks_per_unit 4"]),
-        (Facts(shares(exposed_communication=0.3), blocks_per_unit=4), ["--per_device_train_batch_size"]),
-        (Facts(shares(exposed_communication=0.3), wrap_policy=""), ["--per_device_train_batch_size"]),
+        (shares(), {"recomputed": 3}, ["3 of 6 blocks recompute", "compare.py --steps 5"]),
+        (SENDS, {}, ["30%", "9 units", "hook_wrap_blocks_per_unit 2-4"]),
+        (SENDS, {"keys": {"hook_wrap_blocks_per_unit": 2}}, ["hook_wrap_blocks_per_unit 4"]),
+        (SENDS, {"keys": FOUR_BLOCKS}, ["--per_device_train_batch_size"]),
+        (SENDS, {"keys": {"hook_wrap_function": "a.py:b"}}, ["--per_device_train_batch_size"]),
         (
-            Facts(shares(exposed_communication=0.3), blocks_per_unit=4, reduces_often=True),
+            SENDS,
+            {"keys": {**FOUR_BLOCKS, "hook_reduce_every_micro_batch": True}},
             ["hook_reduce_every_micro_batch: false"],
         ),
-        (
-            Facts(shares(exposed_communication=0.3), wrap_policy="SIZE_BASED_WRAP", min_num_params=5000),
-            ["raise fsdp_min_num_params (now 5,000)"],
-        ),
-        (Facts(shares(data_wait=0.06)), ["6% of the step waits", "--dataloader_num_workers", "--dataset_num_proc"]),
-        (Facts(shares(), padding=0.21), ["21% of the tokens are padding: --packing, or --group_by_length"]),
-        (Facts(shares(), padding=0.3, groups_by_length=True), ["30% of the tokens are padding: --packing"]),
-        (Facts(shares(), padding=0.3, packs=True), ["--max_length"]),
-        (Facts(shares(host=0.3)), ["30%", "--torch_compile (finetune_performance.py)"]),
-        (Facts(shares(host=0.3), compiles=False), ["or --torch_compile"]),
+        (SENDS, {"keys": BY_SIZE}, ["raise fsdp_min_num_params (now 5,000)"]),
+        (shares(data_wait=0.06), {}, ["6% of the step waits", "--dataloader_num_workers", "--dataset_num_proc"]),
+        (shares(), {"padding": 0.21}, ["21% of the tokens are padding: --packing, or --group_by_length"]),
+        (shares(), {"padding": 0.3, "group_by_length": True}, ["30% of the tokens are padding: --packing"]),
+        (shares(), {"padding": 0.3, "packing": True}, ["--max_length"]),
+        (shares(host=0.3), {}, ["30%", "--torch_compile (finetune_performance.py)"]),
+        (shares(host=0.3), {"torch_compile": False}, ["or --torch_compile"]),
     ],
 )
-def test_advice_names_the_dial(facts, said):
-    (line,) = advice(facts)
+def test_advice_names_the_dial(found, run, said):
+    (line,) = advised(found, **run)
     assert all(text in line for text in said), line
 
 
 def test_advice_on_the_host_asks_for_what_is_left():
-    for facts in (Facts(shares(host=0.3), compiles=True), Facts(shares(host=0.3), is_gpu=False)):
-        (line,) = advice(facts)
+    for run in ({"torch_compile": True}, {"is_gpu": False}):
+        (line,) = advised(shares(host=0.3), **run)
         assert line.endswith("a larger --per_device_train_batch_size")
 
 
 def test_advice_comes_in_the_guides_order():
     bad = shares(exposed_communication=0.3, data_wait=0.1, host=0.3)
-    lines = advice(Facts(bad, padding=0.5, recomputed_blocks=1))
+    lines = advised(bad, padding=0.5, recomputed=1)
     starts = ("recompute", "communication", "waits for rows", "padding", "Python")
     assert len(lines) == 5 and all(start in line for start, line in zip(starts, lines))
 

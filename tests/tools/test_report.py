@@ -15,7 +15,7 @@ from in_process import Run, finetune_in_process
 from launching import RECIPES, small_model
 from tools.report import run_report as report
 from tools.report.comparison import compare_runs_report
-from tools.report.run_files import read_run
+from tools.report.run_report import read_run
 from training import metrics
 from training.run_files import read_metrics
 from training.run_record import RunRecord

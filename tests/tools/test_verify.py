@@ -284,8 +284,8 @@ def test_model_that_cannot_be_built_small_is_refused_only_under_packing(monkeypa
 def test_hooks_that_take_no_norm_for_one_or_keep_nothing_in_fp32_are_caught(monkeypatch):
     deepseek = architecture.build_tiny_model(CONFIG_MAPPING["deepseek_v3"]())
     assert not any(check.detail for check in structure_checks.structure_checks(deepseek, True))
-    monkeypatch.setattr(architecture, "is_norm", lambda module: "Layer" in type(module).__name__)
-    monkeypatch.setattr(architecture, "kept_in_fp32", lambda model: ([], []))
+    monkeypatch.setattr(structure_checks, "is_norm", lambda module: "Layer" in type(module).__name__)
+    monkeypatch.setattr(structure_checks, "kept_in_fp32", lambda model: ([], []))
     wrong = {check.name: check for check in structure_checks.structure_checks(deepseek, True) if not check.is_passed}
     assert set(wrong) == {"norms", "kept in fp32"}
     assert "input_layernorm" in wrong["norms"].detail and "mlp.gate.weight" in wrong["kept in fp32"].detail

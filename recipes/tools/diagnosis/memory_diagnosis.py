@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hooks.wrap import local
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training.memory_errors import first_line
@@ -46,8 +47,7 @@ def new_bytes(value: Any, seen: dict[int, int]) -> int:
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return 0
     try:
-        value = value.to_local() if isinstance(value, DTensor) else value
-        storage = value.untyped_storage()
+        storage = local(value).untyped_storage()
         if storage.data_ptr() in seen:
             return 0
         seen[storage.data_ptr()] = storage.nbytes()
@@ -70,15 +70,6 @@ def extra_copies(model: nn.Module, rest: list[tuple[int, str]]) -> Iterator[str]
             yield f"the model's config has {name}: true, which keeps a copy per block: set it to false"
 
 
-def save_snapshot(path: Path, parts: dict[str, int], rest: list[tuple[int, str]], device: torch.device) -> None:
-    """Parts, the largest tensors and, of a GPU, the allocator's segments, as JSON."""
-    segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []
-    largest = [{"bytes": size, "tensor": shape} for size, shape in rest[:LARGEST]]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"parts": parts, "largest": largest, "segments": segments}, default=str)
-    path.write_text(text, encoding="utf-8")
-
-
 def describe_memory(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, path: Path) -> list[str]:
     """What is live, in lines; written to `path` too. The frames that failed must still be alive."""
     parts, rest = live_by_part(optimizer)
@@ -93,8 +84,12 @@ def describe_memory(model: nn.Module, optimizer: torch.optim.Optimizer, device: 
     if parts[OTHERS] > state:
         lines.append("gathered units and activations, not shards of parameters, take the most")
     lines += extra_copies(model, rest)
+    segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []  # of the allocator
+    largest = [{"bytes": size, "tensor": shape} for size, shape in rest[:LARGEST]]
+    snapshot = json.dumps({"parts": parts, "largest": largest, "segments": segments}, default=str)
     try:
-        save_snapshot(path, parts, rest, device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(snapshot, encoding="utf-8")
         lines.append(f"memory snapshot: {path}")
     except OSError as problem:
         lines.append(f"no memory snapshot could be written: {problem}")

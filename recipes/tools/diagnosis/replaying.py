@@ -211,10 +211,8 @@ def script_of_run(folder: Path, words: list[str]) -> tuple[ModuleType, FinetuneA
         script = importlib.import_module(Path(request.script).stem)
     except ModuleNotFoundError as error:
         raise ValueError(f"{folder / 'run.json'}: the run's script {request.script} is not here: {error}") from error
-    kind = KINDS[request.kind]
-    names = {field.name for field in dataclasses.fields(kind)}
-    saved = {name: value for name, value in request.arguments.items() if name in names}  # of another version, perhaps
-    parser = QuietParser(kind, allow_abbrev=False)
+    parser = QuietParser(KINDS[request.kind], allow_abbrev=False)
+    saved = dataclasses.asdict(request.script_arguments())
     parser.set_defaults(**{**saved, "resume_from_checkpoint": None, "report_to": ["none"]})
     arguments = parser.parse(words)
     return script, dataclasses.replace(arguments, output_dir=str(folder / "non_finite"))

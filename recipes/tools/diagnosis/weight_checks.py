@@ -57,7 +57,7 @@ class FirstStepCheck:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.waiting = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.samples: dict[str, Sample | None] = {}
+        self.samples: dict[str, Sample] = {}
         self.is_done = False
         optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
@@ -66,14 +66,15 @@ class FirstStepCheck:
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Copy a few values of each tensor."""
         if not self.is_done:
-            self.samples = {name: take_sample(parameter) for name, parameter in self.waiting.items()}
+            with_gradient = {name: p for name, p in self.waiting.items() if p.grad is not None}
+            self.samples = {name: Sample(p) for name, p in with_gradient.items() if local(p.grad).numel()}
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Compare them, and say what did not move."""
         if self.is_done:
             return
-        seen = {name: sample.read(self.waiting[name]) for name, sample in self.samples.items() if sample is not None}
+        seen = {name: sample.read(self.waiting[name]) for name, sample in self.samples.items()}
         self.samples = {}
         rate, top_rate = highest_rates(optimizer)
         if rate == 0 or not any(seen.values()):
@@ -92,12 +93,13 @@ class FirstStepCheck:
 class Sample:
     """Some values of this rank's shard before a step, where they have a gradient. Nothing waits for the device."""
 
-    def __init__(self, values: torch.Tensor, gradient: torch.Tensor) -> None:
+    def __init__(self, parameter: nn.Parameter) -> None:
+        gradient = local(parameter.grad).flatten()
         ends = torch.stack([gradient.argmax(), gradient.argmin()])
         first = ends.gather(0, gradient[ends].abs().argmax(0, keepdim=True))
         count = min(SAMPLE, gradient.numel())
         self.places = (first + torch.arange(count, device=gradient.device)) % gradient.numel()
-        self.before, self.gradient = values[self.places], gradient[self.places]
+        self.before, self.gradient = local(parameter).flatten()[self.places], gradient[self.places]
 
     def read(self, parameter: nn.Parameter) -> tuple[bool, float, float] | None:
         """(whether a value moved, the smallest value, the largest gradient), None without a gradient."""
@@ -106,14 +108,6 @@ class Sample:
         smallest = torch.where(counts, self.before.abs().float(), math.inf).min()
         moved, smallest, largest = torch.stack([moved.float(), smallest, self.gradient.abs().max().float()]).tolist()
         return (bool(moved), smallest, largest) if largest else None
-
-
-def take_sample(parameter: nn.Parameter) -> Sample | None:
-    """A sample of a tensor, None where this rank has no part of it or no gradient."""
-    gradient = None if parameter.grad is None else local(parameter.grad).flatten()
-    if gradient is None or not gradient.numel():
-        return None
-    return Sample(local(parameter).flatten(), gradient)
 
 
 def describe_stuck(

@@ -1,6 +1,7 @@
 """A checkpoint as a Hugging Face folder: what export.py does."""
 
 import argparse
+import json
 import re
 import shutil
 import sys
@@ -14,16 +15,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import convert_file_size_to_int
 from hooks.dtypes import DTYPES
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from saving.folder import MANIFEST, check_files, read_manifest
 from torch import nn
 from training.model import add_adapters, check_not_quantized, load_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from training.run_files import read_metrics
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .hf_folder import save_generation_config, write_card, write_model
 from .merge_adapter import merged_tensors
 
 NAMED_DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -120,7 +123,7 @@ def write_folder(
 ) -> None:
     """Weights, config, tokenizer and card, into an empty folder."""
     if run.use_peft and not merge_adapter:
-        export_adapter(checkpoint, model, run, folder)
+        add_adapters(model, run).save_pretrained(folder, state_dict=read_all(checkpoint / "model"))
     else:
         tensors = saved_tensors(checkpoint, model)
         if merge_adapter:
@@ -158,7 +161,14 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
     reader = dcp.HuggingFaceStorageReader(str(checkpoint / "model"))
     saved = reader.read_metadata().state_dict_metadata
     shapes = {name: tuple(facts.size) for name, facts in saved.items()}
-    check_same_tensors(shapes, model, f"{checkpoint / 'model'}")
+    wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # may stand under either name
+    wrong = sorted(n for n in shapes.keys() | wanted.keys() - tied if shapes.get(n) != wanted.get(n))
+    if wrong:
+        raise ValueError(
+            f"{checkpoint / 'model'} and the base model are not the same: {wrong[0]} is "
+            f"{shapes.get(wrong[0], 'missing')} and {wanted.get(wrong[0], 'missing')} ({len(wrong)} differ)."
+        )
     pieces: dict[str, list[str]] = {}
     for name in saved:  # what a family merges on load lies in one block
         block = re.match(r".*?\.\d+\.", name)
@@ -167,18 +177,6 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
         piece = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
         dcp.load(piece, storage_reader=reader, no_dist=True)
         yield from revert_weight_conversion(model, piece).items()
-
-
-def check_same_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, what: str) -> None:
-    """Raise ValueError where tensors are not those of the model (a tied one may stand under either name)."""
-    wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    wrong = sorted(n for n in shapes.keys() | wanted.keys() - tied if shapes.get(n) != wanted.get(n))
-    if wrong:
-        raise ValueError(
-            f"{what} and the base model are not the same: {wrong[0]} is {shapes.get(wrong[0], 'missing')} and "
-            f"{wanted.get(wrong[0], 'missing')} ({len(wrong)} differ)."
-        )
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -190,7 +188,53 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def export_adapter(checkpoint: Path, model: nn.Module, run: SimpleNamespace, folder: Path) -> None:
-    """adapter_model.safetensors and adapter_config.json, as peft reads them."""
-    adapted = add_adapters(model, run)
-    adapted.save_pretrained(folder, state_dict=read_all(checkpoint / "model"))
+def write_model(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, limit: int) -> None:
+    """Write tensors as they come, in files of at most `limit` bytes, with the index that names each one's file."""
+    files: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    size = total = 0
+
+    def write() -> None:
+        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        files.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > limit:
+            write()
+            size = 0
+        held[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write()
+    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    names = [SAFE_WEIGHTS_NAME] if len(files) == 1 else names
+    for i, name in enumerate(names):
+        (folder / f"part-{i}").rename(folder / name)
+    if len(files) > 1:
+        index = {n: name for name, held_names in zip(names, files) for n in held_names}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def save_generation_config(run: SimpleNamespace, folder: Path) -> None:
+    """The base model's generation config, where it has one."""
+    try:
+        config = GenerationConfig.from_pretrained(run.model_name_or_path, revision=run.model_revision)
+    except OSError:
+        return
+    config.save_pretrained(folder)
+
+
+def write_card(checkpoint: Path, manifest: dict[str, Any], run: SimpleNamespace, folder: Path) -> None:
+    """README.md: base model, data, arguments and what was measured."""
+    data = ModelCardData(base_model=run.model_name_or_path, library_name="peft" if run.use_peft else "transformers")
+    facts = {name: manifest[name] for name in ("step", "epoch", "tokens_seen", "eval_loss") if name in manifest}
+    measured = read_metrics(checkpoint.parent / "metrics.jsonl")
+    losses = [row["loss"] for row in measured if row.get("loss") is not None and row["step"] <= manifest["step"]]
+    facts |= {"loss": losses[-1]} if losses else {}
+    text = [f"---\n{data.to_yaml()}\n---", f"# {folder.name.removesuffix('.incomplete')}", ""]
+    text += [f"Fine-tuned from `{run.model_name_or_path}` on `{run.dataset_name}` with FSDP2.", ""]
+    text += ["| measured | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), ""]
+    text += ["Arguments of the run:", "", "```json", json.dumps(manifest["arguments"], indent=1), "```", ""]
+    text += ["Versions: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())]
+    ModelCard("\n".join(text) + "\n").save(folder / "README.md")

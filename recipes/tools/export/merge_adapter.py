@@ -14,9 +14,8 @@ from saving.state import checksum
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
-
-from .hf_folder import INDEX, WEIGHTS
 
 
 def merged_tensors(
@@ -93,11 +92,11 @@ def base_files(run: SimpleNamespace) -> list[Path]:
     """The safetensors files of the base model, local or from the hub's cache."""
     folder, revision = run.model_name_or_path, run.model_revision
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(folder, INDEX, **options)
+    index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, **options)
     if index is not None:
         names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
         return [Path(cached_file(folder, name, revision=revision)) for name in names]
-    path = cached_file(folder, WEIGHTS, **options)
+    path = cached_file(folder, SAFE_WEIGHTS_NAME, **options)
     if path is None:
         raise ValueError(f"{folder} holds no safetensors weights to merge into.")
     return [Path(path)]

@@ -1,12 +1,10 @@
 """What to change when a plan does not fit, in the order of the README's ladder, each change planned and not guessed."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from .planned_step import Request
-from .planning import GIB, Plan, make_plan
+from .planned_step import GIB, Plan, Request, make_plan
 
 CHUNKS = "finetune_mem_limit.py"
 ANOTHER_JOB = ("--max_length", "--num_processes")  # change what is trained, or what it costs to hire
@@ -15,17 +13,11 @@ SMALLEST = {"per_device_train_batch_size": 1, "max_length": 128}  # steps in whi
 # Which changes help first where it happened, in the README's order (beginnings of possible_changes' names).
 ACTIVATIONS_FIRST = ("recompute every block", "--per_device_train_batch_size", "finetune_mem_limit.py", "hook_wrap_emb")
 ACTIVATIONS_FIRST += ("--max_length", "hook_offload_optimizer", "fsdp_offload_params")
-KNOBS = {
-    "forward": ACTIVATIONS_FIRST,
-    "backward": ACTIVATIONS_FIRST,
+KNOBS = {  # elsewhere ACTIVATIONS_FIRST
     "logits and loss": ("finetune_mem_limit.py", "--per_device_train_batch_size", "--max_length"),
     "gathering a unit": ("hook_wrap_blocks_per_unit", "hook_prefetch_units", "hook_wrap_emb", "recompute every block"),
     "clipping": ("hook_offload_optimizer", "fsdp_offload_params", "--num_processes"),
     "the optimizer's step": ("hook_offload_optimizer", "fsdp_offload_params", "--num_processes"),
-    "evaluation": (),
-    "answers": (),
-    "saving": (),
-    "reading the data": (),
 }
 ADVICE = {
     "reading the data": "it is host memory: fewer --dataloader_num_workers, --streaming, fewer ranks on a machine",
@@ -35,22 +27,27 @@ ADVICE = {
 }
 NAMED = 4  # knobs that a message names; the first with a prediction
 Planner = Callable[[Request, str], Plan | None]  # None: it cannot be planned
+Change = Callable[[Request], Request]  # the request with one change made
 
 
 def changes(request: Request) -> Iterator[tuple[str, Request]]:
     """Every single change that would save memory, is not made yet and is allowed, with its request."""
-    return ((name, changed) for name, changed in possible_changes(request) if changed.is_allowed())
+    made = ((name, change(request)) for name, change in possible_changes(request))
+    return ((name, changed) for name, changed in made if changed.is_allowed())
 
 
-def possible_changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """The same, whether or not the YAML's other keys allow it."""
+def possible_changes(request: Request) -> Iterator[tuple[str, Change]]:
+    """The same, each as what makes it, whether or not the YAML's other keys allow it."""
     config, arguments = request.hook_config, request.arguments
 
-    def keys(**values: object) -> Request:
-        return dataclasses.replace(request, hook_config={**config, **values})
+    def keys(**values: object) -> Change:
+        return lambda base: dataclasses.replace(base, hook_config={**base.hook_config, **values})
 
-    def with_arguments(**values: object) -> Request:
-        return dataclasses.replace(request, arguments={**arguments, **values})
+    def with_arguments(**values: object) -> Change:
+        return lambda base: dataclasses.replace(base, arguments={**base.arguments, **values})
+
+    def request_with(**values: object) -> Change:
+        return lambda base: dataclasses.replace(base, **values)
 
     recomputes = config["fsdp_activation_checkpointing"]
     is_partial = config["hook_checkpoint_every_n_blocks"] > 1 or config["hook_checkpoint_function"]
@@ -72,7 +69,7 @@ def possible_changes(request: Request) -> Iterator[tuple[str, Request]]:
     if not config["hook_reduce_every_micro_batch"] and arguments["gradient_accumulation_steps"] > 1:
         yield "hook_reduce_every_micro_batch: true", keys(hook_reduce_every_micro_batch=True)
     if request.kind != CHUNKS:
-        yield f"{CHUNKS} (loss in chunks)", dataclasses.replace(request, script=CHUNKS, kind=CHUNKS)
+        yield f"{CHUNKS} (loss in chunks)", request_with(script=CHUNKS, kind=CHUNKS)
     rows, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
     if rows > 1:
         parts = 2 if rows % 2 == 0 else rows  # the global batch stays
@@ -87,25 +84,8 @@ def possible_changes(request: Request) -> Iterator[tuple[str, Request]]:
     if arguments["max_length"] > 256:
         shorter = arguments["max_length"] // 2
         yield f"--max_length {shorter}", with_arguments(max_length=shorter)
-    yield (
-        f"--num_processes {2 * request.num_processes}",
-        dataclasses.replace(request, num_processes=2 * request.num_processes),
-    )
-
-
-def merged(base: Request, first: Request, second: Request) -> Request:
-    """Two requests that change `base` each, as one that makes both changes."""
-
-    def both(name: str) -> dict:
-        old, one, other = (getattr(request, name) for request in (base, first, second))
-        return {key: other[key] if other[key] != old.get(key) else one[key] for key in one}
-
-    whole = copy.copy(first)
-    whole.hook_config, whole.arguments = both("hook_config"), both("arguments")
-    of_script = second if second.script != base.script else first
-    whole.script, whole.kind = of_script.script, of_script.kind
-    whole.num_processes = second.num_processes if second.num_processes != base.num_processes else first.num_processes
-    return whole
+    ranks = 2 * request.num_processes
+    yield f"--num_processes {ranks}", request_with(num_processes=ranks)
 
 
 def advise(request: Request, plan: Plan, planner: Planner) -> tuple[list[Plan], str]:
@@ -114,20 +94,18 @@ def advise(request: Request, plan: Plan, planner: Planner) -> tuple[list[Plan], 
     The cheapest change that makes it fit is the one of most tokens per second. Where no single one does, changes that
     save the most are made together until it fits.
     """
-    candidates = list(changes(request))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        tried = list(pool.map(lambda change: planner(change[1], change[0]), candidates))
-    found = [(change, one) for change, one in zip(candidates, tried) if one is not None]
-    plans = [one for _, one in found]
+        tried = pool.map(lambda change: planner(change[1], change[0]), changes(request))
+        plans = [one for one in tried if one is not None]
     fitting = [one for one in plans if one.verdict == "fits"]
     if fitting:
         best = max(fitting, key=lambda one: (not one.name.startswith(ANOTHER_JOB), one.tokens_per_second))
         return plans, f"cheapest single change that fits: {best.name} (saves {saving(plan, best):.2f} GiB)"
-    together, names = request, []
-    for (name, changed), one in sorted(found, key=lambda pair: pair[1].comfortable):
+    possible, together, names = dict(possible_changes(request)), request, []
+    for one in sorted(plans, key=lambda one: one.comfortable):
         if saving(plan, one) <= 0:
             break
-        together, names = merged(request, together, changed), [*names, name]
+        together, names = possible[one.name](together), [*names, one.name]
         if len(names) == 1:
             continue
         both = planner(together, " + ".join(names)) if together.is_allowed() else None

@@ -13,7 +13,7 @@ MIN_BLOCK = 512  # every size is rounded up to it
 SMALL = 1 * MIB  # up to here a block comes from the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB  # what is asked of the driver for them
 LARGE = 10 * MIB  # from here a segment of its own, in steps of SMALL_SEGMENT
-REPEATS = 3  # steps until the pools have their shape
+REPEATS = 3  # the state, and steps until the pools have their shape
 
 
 @dataclass(eq=False)
@@ -100,18 +100,13 @@ def reserved_bytes(log: list[tuple[int, int, int]], start: int) -> int:
     is the state that a step begins with, and stays.
     """
     allocator = Allocator()
-    left_of_step: list[object] = []
     for repeat in range(REPEATS):
-        for key in left_of_step:  # what the step leaves behind, the next one's state has in its place
-            allocator.free(key)
-        made: set[object] = set()
+        for key in [key for key in allocator.used if key[0] > 0]:
+            allocator.free(key)  # what the step leaves behind, the next one's state has in its place
         for number, size, stream in log[:start] if repeat == 0 else log[start:]:
             key = (repeat, number)
             if size:
                 allocator.allocate(key, size, stream)
-                made.add(key)
-            elif key in made:
+            elif key in allocator.used:
                 allocator.free(key)
-                made.discard(key)
-        left_of_step = [] if repeat == 0 else [key for key in made if key in allocator.used]
     return allocator.peak

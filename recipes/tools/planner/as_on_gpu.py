@@ -1,10 +1,13 @@
-"""What runs a step on fake CPU tensors as a GPU would run it: stand-ins for what needs the real thing.
+"""What lets a script's step be planned as a GPU would run it: its model without weights, attention as on a GPU, what is
+left out, and stand-ins for what needs the real thing.
 
-transformers takes a fake tensor for one that is being traced, and offloading copies to a host that a CPU run cannot
-tell from its device. tests/tools/test_plan.py fails where an upgrade moves a name that is replaced here.
+A step runs on fake CPU tensors. transformers takes a fake tensor for one that is being traced, and offloading copies to
+a host that a CPU run cannot tell from its device. tests/tools/test_plan.py fails where an upgrade moves a name that is
+replaced here.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +16,119 @@ from unittest import mock
 import torch
 import transformers.masking_utils
 import transformers.modeling_utils
+from hooks.structure import set_use_cache
+from torch import nn
+from training.arguments import FinetuneArguments
+from training.model import check_not_quantized, learned_positions
 from training.optimizer import OffloadedAdamW
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..proof.architecture import check_architecture, flash_isolation
 from .memory_trace import MemoryTrace
+
+STAND_IN = "without_mask"
+
+
+def load_without_weights(arguments: FinetuneArguments) -> nn.Module:
+    """The model as training.model.load_model would give it, from its config alone."""
+    source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
+    config = AutoConfig.from_pretrained(arguments.model_name_or_path, **source)
+    check_not_quantized(config)
+    dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16  # bf16 where none is named
+    options = {"dtype": dtype, "trust_remote_code": arguments.trust_remote_code}
+    if uses_flash(arguments):  # stood in for: settle_attention
+        try:
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa", **options)
+        except ValueError:  # a family without it
+            model = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation, **options)
+    set_use_cache(model, False)
+    return model.train()
+
+
+def leave_meta(model: nn.Module) -> None:
+    """Give a model on the meta device fake tensors of the CPU in place; tied ones stay tied.
+
+    nn.Module.to_empty would untie them, and peft cannot move fake parameters.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if value not in made:
+                made[value] = torch.empty_like(value, device="cpu")
+                if isinstance(value, nn.Parameter):
+                    made[value] = nn.Parameter(made[value], value.requires_grad)
+            setattr(module, name, made[value])
+
+
+def settle_attention(arguments: FinetuneArguments, compute_dtype: str, model: nn.Module) -> None:
+    """Give a model the attention that a GPU with flash-attn would run, under its name in `arguments`: the named one, or
+    flash attention where finetune_performance.py chooses it by itself (training/kernels.py).
+
+    In flash attention's place stands torch's own without a mask, which keeps the same tensors.
+
+    Raises:
+        ValueError: packed documents would see each other.
+    """
+    chooses = hasattr(arguments, "torch_compile") and arguments.attn_implementation is None
+    fits = arguments.packing and arguments.per_device_train_batch_size == 1 and compute_dtype in ("bf16", "fp16")
+    with contextlib.suppress(Exception):  # a family of which no tiny model can be built
+        if chooses and fits and model._supports_flash_attn and flash_isolation(model.config) == "isolated":
+            arguments.attn_implementation = "flash_attention_2"
+    if arguments.packing:
+        as_run = copy.deepcopy(model.config)
+        as_run._attn_implementation = arguments.attn_implementation or model.config._attn_implementation
+        check_architecture(as_run, packing=True)
+    if uses_flash(arguments) and not model._supports_sdpa:  # whose own is eager: it holds T x T scores
+        AttentionInterface.register(STAND_IN, without_mask)
+        model.set_attn_implementation(STAND_IN)
+
+
+def without_mask(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention that keeps what flash attention keeps: sinks and soft caps, left out here, would keep no more."""
+    options = {name: kwargs[name] for name in ("scaling", "dropout") if name in kwargs}
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+def settle_length(arguments: FinetuneArguments, model: nn.Module) -> list[str]:
+    """Cut `max_length` to a table of learned positions, which no unpacked row goes beyond; returns the note on it."""
+    limit = learned_positions(model)
+    if arguments.packing or limit is None or arguments.max_length <= limit:
+        return []
+    arguments.max_length = limit
+    return [f"rows counted with {limit} tokens: the model has no more positions"]
+
+
+def reads_documents(arguments: FinetuneArguments) -> bool:
+    """Whether attention is handed a mask of the documents in a packed row."""
+    return arguments.packing and not uses_flash(arguments)
+
+
+def uses_flash(arguments: FinetuneArguments) -> bool:
+    """Whether a GPU's attention would be flash attention: it is handed no mask."""
+    return (arguments.attn_implementation or "").startswith("flash")
+
+
+def notes_on(arguments: FinetuneArguments, is_padded: bool, traced: int) -> list[str]:
+    """What is counted otherwise than it would run, or refused."""
+    notes = []
+    if getattr(arguments, "optim", "adamw_torch_fused") == "adamw_torch_8bit":
+        raise ValueError("--optim adamw_torch_8bit: its compiled update does not run on fake tensors; plan without it")
+    if getattr(arguments, "torch_compile", False):
+        notes.append("--torch_compile: counted without; compiled blocks need less")
+    if getattr(arguments, "use_liger_kernel", False):
+        notes.append("--use_liger_kernel: counted without; its kernels need less")
+    if uses_flash(arguments):
+        notes.append("attention counted as flash attention (flash-attn must be installed): no mask of T x T")
+    elif is_padded or arguments.packing:
+        notes.append("attention counted with a mask of T x T, which padded or packed rows need without flash attention")
+    if arguments.gradient_accumulation_steps > traced:
+        notes.append(f"{traced} of {arguments.gradient_accumulation_steps} micro-batches were run")
+    return notes
 
 
 def stand_in(world_size: int) -> SimpleNamespace:

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,9 @@ from hooks.config import read_hook_config
 from tqdm import tqdm
 from training.arguments import KINDS, QuietParser, parse_arguments
 
-from .advice import AT_ONCE, SMALLEST, advise, largest
+from .advice import AT_ONCE, SMALLEST, Planner, advise, largest
 from .plan_report import as_json, comparison, text, write_report
-from .planned_step import Request, make_request
-from .planning import OUTSIDE_GIB, Plan, capacity_gib, make_plan, named
+from .planned_step import OUTSIDE_GIB, Plan, Request, capacity_gib, make_plan, make_request, named
 from .roofline import ASSUMPTIONS, DEFAULT_GPU, GPUS
 
 SCENARIOS = (
@@ -65,7 +63,7 @@ def command(argv: list[str], sample_dir: Path) -> None:
     elif options.max:
         plans, last = search(request, options.max, planner)
     else:
-        plans, last = advised(request, planner, named(request), sys.stderr if options.json else sys.stdout)
+        plans, last = advised(request, planner, sys.stderr if options.json else sys.stdout)
     write_report(plans, Path(options.plan_dir))
     print(as_json(plans) if options.json else last)
 
@@ -95,7 +93,7 @@ def check_options(options: PlanOptions) -> list[str]:
     return problems
 
 
-def make_planner(options: PlanOptions) -> Callable[[Request, str], Plan | None]:
+def make_planner(options: PlanOptions) -> Planner:
     """A function that plans a request, or says why it cannot and returns None."""
     capacity, gpu = capacity_gib(options.gpu_memory, options.gpu), GPUS[options.gpu or DEFAULT_GPU]
 
@@ -109,11 +107,9 @@ def make_planner(options: PlanOptions) -> Callable[[Request, str], Plan | None]:
     return planner
 
 
-def advised(
-    request: Request, planner: Callable[[Request, str], Plan | None], name: str, screen: TextIO
-) -> tuple[list[Plan], str]:
+def advised(request: Request, planner: Planner, screen: TextIO) -> tuple[list[Plan], str]:
     """One plan and, where it does not fit, what to change."""
-    plan = planner(request, name)
+    plan = planner(request, named(request))
     if plan is None:
         sys.exit(1)
     lines = [text(plan), f"note: {ASSUMPTIONS}"]
@@ -126,25 +122,21 @@ def advised(
 
 
 def compare(
-    request: Request,
-    options: PlanOptions,
-    rest: list[str],
-    sample_dir: Path,
-    planner: Callable[[Request, str], Plan | None],
+    request: Request, options: PlanOptions, rest: list[str], sample_dir: Path, planner: Planner
 ) -> tuple[list[Plan], str]:
     """The three scenarios, each YAML with its script."""
     folder = Path(request.hook_config["path"]).parent
-    requests = []
+    requests: dict[str, Request] = {}
     for yaml, script in SCENARIOS:
         if not (folder / yaml).is_file():
             raise ValueError(f"--compare: no {yaml} beside {request.hook_config['path']}")
         words = [*rest, "--accelerate_config", str(folder / yaml)]
         arguments, config = parse_arguments(words, sample_dir, KINDS[script]), read_hook_config(str(folder / yaml))
         one = make_request(arguments, config, script, request.num_processes, options.equal_lengths)
-        requests.append((one, f"{yaml} with {script}"))
+        requests[f"{yaml} with {script}"] = one
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        made = list(tqdm(pool.map(lambda pair: planner(*pair), requests), total=len(requests), desc="planning"))
-    plans = [plan for plan in made if plan is not None]
+        made = tqdm(pool.map(planner, requests.values(), requests), total=len(requests), desc="planning")
+        plans = [plan for plan in made if plan is not None]
     fitting = [plan for plan in plans if plan.verdict == "fits"]
     if not plans:
         sys.exit(1)  # each has said why
@@ -152,16 +144,15 @@ def compare(
     if fitting:
         lines.append(f"fastest that fits: {max(fitting, key=lambda plan: plan.tokens_per_second).name}")
     elif plans[0].capacity is not None:
-        planned = [(one, plan) for (one, _), plan in zip(requests, made) if plan is not None]
-        smallest, least = min(planned, key=lambda pair: pair[1].comfortable)
+        least = min(plans, key=lambda plan: plan.comfortable)
         print("\n".join(lines), flush=True, file=sys.stderr if options.json else sys.stdout)
-        changed, advice = advise(smallest, least, planner)
+        changed, advice = advise(requests[least.name], least, planner)
         lines = [f"none fits; from {least.name}:", *comparison([least, *changed], "single change"), advice]
         plans += changed
     return plans, "\n".join([*lines, f"note: {ASSUMPTIONS}"])
 
 
-def search(request: Request, name: str, planner: Callable[[Request, str], Plan | None]) -> tuple[list[Plan], str]:
+def search(request: Request, name: str, planner: Planner) -> tuple[list[Plan], str]:
     """The largest value of an argument that fits."""
     value, plan = largest(request, name, planner)
     if plan is None:

@@ -3,9 +3,8 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
-from .planning import GIB, Plan
+from .planned_step import GIB, Plan, PlannedStep
 from .roofline import ASSUMPTIONS
 
 COLOURS = ("#1b4f72", "#2e86c1", "#5dade2", "#f39c12", "#f8c471", "#a04000", "#27ae60", "#82e0aa")
@@ -41,7 +40,7 @@ def text(plan: Plan) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in step.notes)])
 
 
-def largest_parts(step: Any) -> list[tuple[str, int]]:
+def largest_parts(step: PlannedStep) -> list[tuple[str, int]]:
     """The parts at the peak, the largest first, without crumbs."""
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
     return [(name, size) for name, size in parts if size > step.peak / 1000]
@@ -56,7 +55,7 @@ def verdict_line(plan: Plan) -> str:
     return f"does not fit, {plan.needs - plan.capacity:.2f} GiB short"
 
 
-def sent(step: Any) -> list[tuple[str, int, int]]:
+def sent(step: PlannedStep) -> list[tuple[str, int, int]]:
     """Collectives of a step: kind, calls, bytes."""
     kinds = [name.removesuffix(" calls") for name in step.counts if name.endswith(" calls")]
     return [(kind, step.counts[f"{kind} calls"], step.counts[f"{kind} bytes"]) for kind in kinds]
@@ -94,17 +93,21 @@ def markdown(plan: Plan) -> str:
 
 def as_json(plans: list[Plan]) -> str:
     """Every figure, in bytes and GiB as named."""
-    values = []
-    for plan in plans:
-        step = {name: value for name, value in dataclasses.asdict(plan.step).items() if name != "timeline"}
-        figures = {"needs_gib": plan.needs, "comfortable_gib": plan.comfortable, "capacity_gib": plan.capacity}
-        figures |= {
+    values = [
+        {
+            "name": plan.name,
+            "needs_gib": plan.needs,
+            "comfortable_gib": plan.comfortable,
+            "capacity_gib": plan.capacity,
             "outside_gib": plan.outside,
             "evaluation_gib": plan.evaluation,
             "verdict": plan.verdict,
             "seconds": plan.seconds,
+            "host_gib": plan.host,
+            "step": {name: value for name, value in dataclasses.asdict(plan.step).items() if name != "timeline"},
         }
-        values.append({"name": plan.name, **figures, "host_gib": plan.host, "step": step})
+        for plan in plans
+    ]
     return json.dumps(values if len(values) > 1 else values[0], indent=1)
 
 

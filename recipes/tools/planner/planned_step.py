@@ -1,21 +1,29 @@
-"""What to plan, what comes of it, and the process that finds out: trace_step.py runs the step, since some of torch's
-tools end the process that they run in.
+"""A plan: what to trace, the process that traces it, and what comes of it beside the memory that there is.
+
+trace_step.py runs the step, since some of torch's tools end the process that they run in.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
 from hooks.config import HookConfig, check_combinations
+from hooks.yaml_of_run import load_yaml
 from training.arguments import KINDS, FinetuneArguments, check_arguments
 from training.run_files import read_object
+
+from .roofline import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, step_seconds
+
+GIB = 2**30
+OUTSIDE_GIB = 2.0  # CUDA context and modules 0.3-1, NCCL's first communicator 0.5-1: measure it once on your cluster
 
 
 @dataclass
@@ -75,6 +83,51 @@ class PlannedStep:
     seconds: float = 0.0  # that planning took
 
 
+@dataclass
+class Plan:
+    """A planned step beside the memory that there is. GiB."""
+
+    name: str
+    step: PlannedStep
+    outside: float  # CUDA context, communicator: what no allocator sees
+    capacity: float | None
+    seconds: dict[str, float]  # roofline.step_seconds
+    tokens: int  # per optimizer step and GPU
+    host: dict[str, float] = field(default_factory=dict)  # on one machine, by what needs it
+
+    @property
+    def needs(self) -> float:
+        """GiB below which it cannot run: what is live at once, and what no allocator sees."""
+        return self.step.peak / GIB + self.outside
+
+    @property
+    def comfortable(self) -> float:
+        """GiB that the allocator would take if it could: below, it has to give memory back and ask again."""
+        return self.step.reserved / GIB + self.outside
+
+    @property
+    def headroom(self) -> float:
+        """GiB left of the capacity beside what is comfortable."""
+        return (self.capacity or 0.0) - self.comfortable
+
+    @property
+    def verdict(self) -> str:
+        """fits, tight (runs, but the allocator gives memory back and asks again), or does not fit."""
+        if self.capacity is None:
+            return "no --gpu_memory given"
+        return "fits" if self.headroom >= 0 else "tight" if self.needs <= self.capacity else "does not fit"
+
+    @property
+    def evaluation(self) -> float:
+        """GiB that a batch of evaluation needs, whose rows are all of full length."""
+        return self.step.phase_peaks.get("evaluation", 0) / GIB + self.outside
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and GPU, by the roofline."""
+        return self.tokens / self.seconds["step"]
+
+
 def make_request(
     arguments: FinetuneArguments,
     config: HookConfig,
@@ -82,10 +135,10 @@ def make_request(
     num_processes: int | None,
     equal_lengths: bool = False,
 ) -> Request:
-    """What to trace. Rows of a micro-batch of several are padded unless it is said that they are of equal length."""
-    ranks = num_processes or config.num_processes or yaml_processes(config)
-    kind = next(name for name, kind in reversed(KINDS.items()) if isinstance(arguments, kind))  # the base comes last
-    return Request(script, kind, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
+    """What to trace of a script of ours. Rows of a micro-batch of several are padded unless it is said that they are of
+    equal length."""
+    ranks = num_processes or config.num_processes or int(load_yaml(config.path).get("num_processes") or 1)
+    return Request(script, script, dataclasses.asdict(arguments), dataclasses.asdict(config), ranks, equal_lengths)
 
 
 def request_of_run(folder: Path) -> Request:
@@ -101,11 +154,6 @@ def request_of_run(folder: Path) -> Request:
         raise ValueError(f"{folder / 'run.json'} does not say what was run ({error!r}).") from error
     config = {"path": path, "found_by": "run.json", "origins": {}, "num_processes": ranks, **keys}
     return Request(script, kind, arguments, config, ranks)
-
-
-def yaml_processes(config: HookConfig) -> int:
-    """num_processes of the YAML."""
-    return int(yaml.safe_load(Path(config.path).read_text(encoding="utf-8")).get("num_processes") or 1)
 
 
 def plan_step(request: Request) -> PlannedStep:
@@ -127,3 +175,57 @@ def plan_step(request: Request) -> PlannedStep:
         raise ValueError(f"This cannot be planned: {answer['error']}")
     last = (done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"])[-1]
     raise ValueError(f"This cannot be planned: {last}")
+
+
+def named(request: Request) -> str:
+    """The plan's title."""
+    a = request.arguments
+    return (
+        f"{a['model_name_or_path']} | {Path(request.hook_config['path']).name}, {request.script}"
+        f"{', LoRA' if a['use_peft'] else ''} | {request.num_processes} ranks | "
+        f"{a['per_device_train_batch_size']} x {a['max_length']} tokens x {a['gradient_accumulation_steps']}"
+    )
+
+
+def make_plan(
+    request: Request, name: str, capacity: float | None = None, gpu: str = DEFAULT_GPU, outside: float = OUTSIDE_GIB
+) -> Plan:
+    """Trace a step and set it beside the memory that there is.
+
+    Raises:
+        ValueError: it cannot be planned, with the reason.
+    """
+    step, config, arguments = plan_step(request), request.hook_config, request.arguments
+    offloads_all, offloads = config["fsdp_offload_params"], config["hook_offload_optimizer"]
+    moments = step.trainable * 8 // request.num_processes
+    copied = 2 * step.counts.get("host copied", 0) + (2 * moments if offloads and not offloads_all else 0)
+    if offloads_all:  # each micro-batch takes the shards in twice and gives gradients back; the host computes the step
+        shards = (4 * step.trainable + 2 * (step.parameters - step.trainable)) // request.num_processes
+        copied += arguments["gradient_accumulation_steps"] * (2 * shards + 4 * step.trainable // request.num_processes)
+        copied += step.state
+    is_fp32 = config["hook_param_dtype"] == "fp32"
+    seconds = step_seconds(step.counts, GPUS[gpu], request.num_processes, is_fp32, step.state, copied)
+    rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
+    ranks = min(request.num_processes, GPUS_PER_MACHINE)
+    host = {"weights mapped while loading (page cache)": step.loaded / GIB}
+    if step.host:
+        host["offloaded, pinned"] = ranks * step.host / GIB
+    if arguments["async_save"]:  # masters and moments, fp32
+        host["copy of the state while it is saved"] = ranks * 12 * step.trainable / request.num_processes / GIB
+    return Plan(name, step, outside, capacity, seconds, rows * step.length, host)
+
+
+def plan_run(folder: Path) -> Plan:
+    """The plan of a run from its folder, on this machine's GPU. Raises ValueError as make_plan does."""
+    request = request_of_run(folder)
+    return make_plan(request, named(request), capacity_gib())
+
+
+def capacity_gib(gpu_memory: str | None = None, gpu: str | None = None) -> float | None:
+    """GiB of a GPU, None where nothing says it."""
+    if gpu_memory is not None:
+        size = float(re.match(r"[\d.]+", gpu_memory)[0])
+        return size * 1e9 / GIB if gpu_memory.endswith("GB") else size
+    if gpu is not None:
+        return GPUS[gpu].memory_gib
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None

@@ -38,11 +38,20 @@ from training.progress import Progress
 from utils import precision_policies
 
 from .allocator_replay import reserved_bytes
-from .as_on_gpu import offloading_seen, on_a_gpu, stand_in, use_experts_that_can_be_faked
+from .as_on_gpu import (
+    leave_meta,
+    load_without_weights,
+    notes_on,
+    offloading_seen,
+    on_a_gpu,
+    reads_documents,
+    settle_attention,
+    settle_length,
+    stand_in,
+    use_experts_that_can_be_faked,
+)
 from .memory_trace import OTHER, MemoryTrace
-from .planned_arguments import notes_on, reads_documents, settle_attention, settle_length
 from .planned_step import PlannedStep, Request
-from .unweighted_model import leave_meta, load_without_weights
 
 PHASES = {"clipping": "clip", "the optimizer's step": "optimizer step"}  # the scripts' words -> a plan's
 TRACED_MICRO_BATCHES = 2  # the second one finds the gradients of the first; a third finds no more

@@ -16,23 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from ..planner.roofline import GPUS
+
 CONVENTION = (
     "model FLOPs: matmuls and attention (the whole square, padding too) of one forward, and of the gradients that the "
     "trained weights need; neither recompute nor the weight gradients of frozen matrices"
 )
 # FLOP/s in bf16 without sparsity, from the vendor's data sheets; matched as whole words, the longest name first.
-PEAK_FLOPS = {
-    "A10": 125e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "H200 NVL": 836e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-}
+PEAK_FLOPS = {name.partition("-")[0].upper(): gpu.bf16 for name, gpu in GPUS.items()}
+PEAK_FLOPS |= {"H100 NVL": 835e12, "H100 PCIe": 756e12, "H200 NVL": 836e12}
 
 
 def peak_flops(device_name: str) -> float | None:

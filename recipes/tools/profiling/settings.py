@@ -30,6 +30,7 @@ import yaml
 from hooks.yaml_of_run import find_launch, load_yaml
 from training.arguments import parse_arguments
 from training.profiling import WARM_UP_STEPS
+from training.run_files import read_metrics
 
 POLL_S, GRACE_S = 0.1, 5.0  # a rank that failed with the others has so long to say why itself
 NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "memoryerror")
@@ -212,10 +213,8 @@ def run_script(main: Callable[[], None], argv: list[str], port: int, log: str) -
 
 
 def logged_steps(output: Path) -> list[dict[str, Any]]:
-    """The steps that a run has logged. The last line may be half written."""
-    path = output / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    """The steps that a run has logged."""
+    return [row for row in read_metrics(output / "metrics.jsonl") if "loss" in row]
 
 
 def measured(setting: Setting, rows: list[dict[str, Any]], output: Path, peak_host: float | None) -> dict[str, Any]:

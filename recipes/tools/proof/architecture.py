@@ -5,7 +5,7 @@ import re
 
 import torch
 import torch.nn.functional as F
-from hooks.structure import is_norm, kept_in_fp32, num_parameters
+from hooks.structure import num_parameters
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,9 +28,9 @@ def text_tokens(model: nn.Module) -> torch.Tensor:
     return torch.tensor(tokens if len(tokens) > 1 else list(range(size)))
 
 
-def draw(tokens: torch.Tensor, size: tuple[int, ...], seed: int = 3) -> torch.Tensor:
-    """Random ones of these tokens."""
-    return tokens[torch.randint(len(tokens), size, generator=torch.Generator().manual_seed(seed))]
+def draw(tokens: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """Random ones of these tokens, always the same."""
+    return tokens[torch.randint(len(tokens), size, generator=torch.Generator().manual_seed(3))]
 
 
 @torch.no_grad()
@@ -154,13 +154,6 @@ def norms_by_name(model: nn.Module) -> tuple[set[str], set[str]]:
     return by_class, {name for name in leaves if re.search("norm", name.rpartition(".")[2], re.IGNORECASE)} - by_class
 
 
-def strict_fp32_parameters(model: nn.Module) -> set[str]:
-    """Parameters that the library's own rule keeps in fp32, whatever dtype is asked for."""
-    patterns = {p for module in model.modules() for p in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
-    return {name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in patterns)}
-
-
 def balancing_weight(config: PreTrainedConfig) -> float:
     """The factor of a mixture of experts' balancing loss, by its names in transformers' configs; 0 without one."""
     text = config.get_text_config()
@@ -173,33 +166,6 @@ def balancing_term(model: nn.Module) -> float:
     """The balancing loss as this model adds it to a loss, 0 where it has none."""
     auxiliary = getattr(model(input_ids=draw(text_tokens(model), (2, 16)), use_cache=False), "aux_loss", None)
     return 0.0 if auxiliary is None else balancing_weight(model.config) * float(auxiliary)
-
-
-@torch.no_grad()
-def lora_error(model: nn.Module, scale: float) -> tuple[str, float]:
-    """An adapted linear layer, and how far it is from adding scale * B A x; no name without such a layer."""
-    for name, layer in model.eval().named_modules():
-        if "default" in getattr(layer, "lora_A", ()) and isinstance(getattr(layer, "base_layer", None), nn.Linear):
-            x = torch.randn(3, layer.base_layer.in_features, generator=torch.Generator().manual_seed(3))
-            update = scale * x @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T
-            return name, ((layer(x) - layer.base_layer(x) - update).norm() / update.norm()).item()
-    return "", 0.0
-
-
-def norms_otherwise(model: nn.Module) -> set[str]:
-    """Modules that the hooks take for norms with parameters and their class name does not, or the reverse."""
-    found = {name for name, module in model.named_modules() if is_norm(module) and num_parameters(module)}
-    return found ^ norms_by_name(model)[0]
-
-
-def kept_otherwise(model: nn.Module) -> set[str]:
-    """Parameters that the hooks keep in fp32 and the library does not, or the reverse; and linear layers that compute
-    in it in the library only."""
-    modules, tensors = kept_in_fp32(model)
-    inside = {name for name, _ in model.named_parameters() if any(name.startswith(f"{m}.") for m in modules)}
-    strict = strict_fp32_parameters(model)
-    linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
-    return (strict ^ (inside | set(tensors))) | ((strict & linear) - inside)
 
 
 def set_buffer_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,16 +1,16 @@
-"""A tiny model of the same architecture as a given config: every rule of the family kept, every width made small."""
+"""A tiny model of the same architecture as a given config: every rule of the family kept, two layers of every kind and
+what is given per layer with them, every width made small."""
 
 import contextlib
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-
-from .shrink_layers import LAYER_BOUNDARY, LAYER_COUNT, is_int, shrink_layers
 
 HIDDEN = 64
 HEADS = 4
@@ -39,6 +39,14 @@ CAPS = (
     (r".*(intermediate|ffn_hidden|feed_forward)_size.*|.*ffn_dim|d_?ff|dim_ff|d_inner|mlp_dim|n_inner", 96),
     (r"(.*_)?(hidden_size|width)(_global)?|d_model|n_embd|.*emb(ed)?_dim|.*embedding_(dim|size)|.*proj_dim", HIDDEN),
 )
+LAYER_COUNT = (
+    r"num_hidden_layers|n_layers?|num_layers|num_blocks|depth|(num_)?(en|de)coder_layers|conf_num_hidden_layers"
+    r"|num_global_layers|num_layers_per_stack"
+)
+LAYER_BOUNDARY = r"(first_k_dense_replace|num_dense_layers|max_window_layers|.*layer_(index_)?(start|end)(_index)?)"
+LAYER_SEGMENT = r"n_(input|recurrent|output)_layers"
+LAYER_INDICES = r".*(_layers|layer_ids|_idxs|_indices|_indexes)"
+LAYER_PERIOD = r".*_layer_period|decoder_sparse_step|moe_layer_interval"
 TOKEN_ID = r".*token_(id|index|offset)|(pad|bos|eos|unk|mask)_index|.*suppress_tokens|vocab_offset"
 HIDDEN_NAMES = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "emb_dim", "embedding_dim")
 HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
@@ -79,6 +87,11 @@ def sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """All configs nested in `config`, at any depth."""
     direct = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [part for child in direct for part in (child, *sub_configs(child))]
+
+
+def is_int(value: Any) -> bool:
+    """True for an int that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def first_int(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
@@ -148,6 +161,84 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float, keeps_lay
             setattr(config, name, True)  # encoder families are causal only on demand
     config.use_cache = False
     shrink_rope(config, old)
+
+
+def shrink_layers(config: PreTrainedConfig, old: dict[str, Any]) -> None:
+    """Keep few layers: edits layer counts and everything that is given per layer, in place."""
+    counts = [name for name, value in old.items() if re.fullmatch(LAYER_COUNT, name) and is_int(value)]
+    lists = [name for name in ("layer_types", "layers_block_type") if isinstance(old.get(name), (list, tuple))]
+    main = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if not counts and not lists:
+        return
+    num_layers = old[main if main in counts else counts[0]] if counts else len(old[lists[0]])
+    columns = layer_columns(old, num_layers)
+    kept = choose_layers([[str(entry) for entry in column] for column, _ in columns.values()], num_layers)
+    for name, value in old.items():
+        if (
+            re.fullmatch(LAYER_PERIOD, name)
+            and is_int(value)
+            and value > 1
+            and not (lists and name.endswith("_period"))
+        ):
+            kept = list(range(8))  # twice the longest period left
+            setattr(config, name, min(value, 4))
+            offset = name.replace("period", "offset")
+            if offset != name:
+                setattr(config, offset, old[offset] % min(value, 4))
+    for name in counts:
+        setattr(config, name, len(kept))
+    for name, (column, rebuild) in columns.items():
+        setattr(config, name, rebuild([column[i % num_layers] for i in kept]))
+
+
+def layer_columns(old: dict[str, Any], num_layers: int) -> dict[str, tuple[list[Any], Callable[[list[Any]], Any]]]:
+    """Attribute name -> what it says of each layer, and the function that makes its value from such entries."""
+    layers = range(num_layers)
+    columns: dict[str, tuple[list[Any], Callable[[list[Any]], Any]]] = {}
+    start = 0
+    for name, value in old.items():
+        if isinstance(value, (list, tuple)) and value:
+            rising = all(is_int(v) and v < num_layers for v in value) and list(value) == sorted(set(value))
+            if rising and re.fullmatch(LAYER_INDICES, name):
+                columns[name] = [i in value for i in layers], lambda flags: [i for i, flag in enumerate(flags) if flag]
+            elif len(value) == num_layers or name == "block_types":  # the latter is repeated over the layers
+                columns[name] = [value[i % len(value)] for i in layers], type(value)
+        elif name == "_heterogeneity_spec":
+            overrides = [value.per_layer_overrides.get(i) for i in layers]
+            columns[name] = overrides, lambda entries, spec=value: with_overrides(spec, entries)
+        elif is_int(value) and re.fullmatch(LAYER_BOUNDARY, name):
+            columns[name] = [i < value for i in layers], sum
+        elif is_int(value) and name == "num_kv_shared_layers":
+            columns[name] = [i >= num_layers - value for i in layers], sum
+        elif is_int(value) and re.fullmatch(LAYER_SEGMENT, name):
+            columns[name] = [start <= i < start + value for i in layers], sum
+            start += value
+    return columns
+
+
+def with_overrides(spec: Any, entries: list[dict[str, Any] | None]) -> Any:
+    """A copy of the library's record of per-layer values that holds these ones, an entry per layer."""
+    changed = copy.copy(spec)
+    changed.per_layer_overrides = {i: dict(entry) for i, entry in enumerate(entries) if entry}
+    return changed
+
+
+def choose_layers(columns: list[list[str]], num_layers: int) -> list[int]:
+    """Rising numbers of the layers to keep: two of every kind (one twice if it is the only one), at least four.
+
+    A kind is a combination of entries; with more than six of them, only each single entry is kept twice. A third
+    layer of the first kind is kept, because many models build their very first layer in another way.
+    """
+    kinds = list(zip(*columns)) if columns else [()] * num_layers
+    chosen: list[int] = []
+    for column in [kinds] if len(set(kinds)) <= 6 else columns:
+        for entry in dict.fromkeys(column):
+            having = [i for i, other in enumerate(column) if other == entry]
+            fresh = [i for i in having if i not in chosen]
+            wanted = 3 if entry == column[0] and len(set(kinds)) > 1 else 2
+            chosen += (fresh + having * 3)[: max(0, wanted - sum(column[i] == entry for i in chosen))]
+    rest = [i for i in range(num_layers) if i not in chosen] + [num_layers - 1] * 4
+    return sorted(chosen + rest[: max(0, 4 - len(chosen))])
 
 
 def set_dropout(config: PreTrainedConfig, name: str, value: float) -> None:

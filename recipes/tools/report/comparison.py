@@ -6,8 +6,7 @@ from typing import Any
 from training.run_files import write_whole
 
 from .plots import draw_comparison
-from .run_files import Run, read_run
-from .run_report import table, verdict
+from .run_report import Run, read_run, table, verdict
 
 COMPARED = (
     "status",

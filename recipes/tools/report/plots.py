@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .run_files import Points, points
-
+Points = list[tuple[int, float]]  # (optimizer step, value)
 FEW_POINTS = 40  # up to here each point gets a mark: a line through two or three does not show where they are
 LOG_SCALE_FROM = 50  # largest over smallest value from which a gradient norm is easier to read on a logarithmic axis
 
@@ -22,35 +21,9 @@ class Panel:
     may_be_logarithmic: bool = False
 
 
-def run_panels(rows: list[dict[str, Any]], predicted: dict[str, float]) -> dict[str, tuple[str, list[Panel]]]:
-    """File name -> (title, panels) of a run's plots. `predicted` names levels of memory, in GiB."""
-
-    def lines(names: dict[str, str]) -> dict[str, Points]:
-        return {label: points(rows, name) for label, name in names.items()}
-
-    share = [(step, 100 * value) for step, value in points(rows, "data_share")]
-    speed = {"all tokens": "tokens_per_second_per_gpu", "learnt tokens": "label_tokens_per_second_per_gpu"}
-    memory = {"reserved, peak": "peak_mem_gib", "allocated, peak": "peak_allocated_gib"}
-    memory |= {"live tensors": "live_tensors_gib", "process": "process_gib"}
-    rate, norm = {"learning rate": "learning_rate"}, {"gradient norm": "grad_norm"}
-    loss_panels = [
-        Panel("loss per label token", lines({"train, mean since the last line": "loss", "eval": "eval_loss"}))
-    ]
-    speed_panels = [
-        Panel("tokens/s per process", lines(speed), starts_at_zero=True),
-        Panel("waiting for data, % of time", {"data": share}, starts_at_zero=True),
-    ]
-    optimization_panels = [
-        Panel("learning rate", lines(rate), starts_at_zero=True),
-        Panel("gradient norm before clipping", lines(norm), may_be_logarithmic=True),
-    ]
-    memory_panels = [Panel("GiB", lines(memory), predicted, starts_at_zero=True)]
-    return {
-        "loss.png": ("Loss", loss_panels),
-        "speed.png": ("Speed", speed_panels),
-        "optimization.png": ("Optimization", optimization_panels),
-        "memory.png": ("Memory of rank 0", memory_panels),
-    }
+def points(rows: list[dict[str, Any]], name: str) -> Points:
+    """A quantity over steps: the rows of metrics.jsonl that hold it as a number."""
+    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
 
 
 def finite(line: Points) -> Points:
@@ -110,9 +83,38 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def draw_run(folder: Path, rows: list[dict[str, Any]], predicted: dict[str, float]) -> list[str]:
-    """Write a run's plots into a folder; returns the names of those that have something to show."""
-    panels = run_panels(rows, predicted)
-    return [name for name, (title, of_plot) in panels.items() if draw(folder / name, title, of_plot)]
+    """Write a run's plots into a folder; returns the names of those that have something to show. `predicted` names
+    levels of memory, in GiB."""
+
+    def lines(names: dict[str, str]) -> dict[str, Points]:
+        return {label: points(rows, name) for label, name in names.items()}
+
+    share = [(step, 100 * value) for step, value in points(rows, "data_share")]
+    speed = {"all tokens": "tokens_per_second_per_gpu", "learnt tokens": "label_tokens_per_second_per_gpu"}
+    memory = {"reserved, peak": "peak_mem_gib", "allocated, peak": "peak_allocated_gib"}
+    memory |= {"live tensors": "live_tensors_gib", "process": "process_gib"}
+    plots = {
+        "loss.png": (
+            "Loss",
+            [Panel("loss per label token", lines({"train, mean since the last line": "loss", "eval": "eval_loss"}))],
+        ),
+        "speed.png": (
+            "Speed",
+            [
+                Panel("tokens/s per process", lines(speed), starts_at_zero=True),
+                Panel("waiting for data, % of time", {"data": share}, starts_at_zero=True),
+            ],
+        ),
+        "optimization.png": (
+            "Optimization",
+            [
+                Panel("learning rate", lines({"learning rate": "learning_rate"}), starts_at_zero=True),
+                Panel("gradient norm before clipping", lines({"gradient norm": "grad_norm"}), may_be_logarithmic=True),
+            ],
+        ),
+        "memory.png": ("Memory of rank 0", [Panel("GiB", lines(memory), predicted, starts_at_zero=True)]),
+    }
+    return [name for name, (title, panels) in plots.items() if draw(folder / name, title, panels)]
 
 
 def draw_comparison(path: Path, rows_of_runs: dict[str, list[dict[str, Any]]]) -> bool:

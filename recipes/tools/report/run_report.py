@@ -7,18 +7,37 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from training.run_files import write_whole
+from training.run_files import read_metrics, read_object, write_whole
 
-from .plots import draw_run
-from .run_files import Points, Run, points, read_run
+from .plots import Points, draw_run, points
 
 GIB = 2**30
 KILLED = "running, or killed: its end was never written"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run; a file that is not there is an empty dict."""
+
+    folder: Path
+    rows: list[dict[str, Any]]  # metrics.jsonl
+    facts: dict[str, Any]  # run.json
+    wrap: dict[str, Any]  # wrap_report.json
+    plan: dict[str, Any]  # plan.json: what was predicted
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder. Raises ValueError where it is none, or where a file in it is not what a run writes."""
+    if not any((folder / name).is_file() for name in ("metrics.jsonl", "run.json")):
+        raise ValueError(f"{folder} is not the output folder of a run: it holds neither metrics.jsonl nor run.json.")
+    objects = (read_object(folder / f"{name}.json") for name in ("run", "wrap_report", "plan"))
+    return Run(folder, read_metrics(folder / "metrics.jsonl"), *objects)
 
 
 def cell(value: Any) -> str:
