@@ -14,13 +14,8 @@ from accelerate.commands.launch import launch_command_parser
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
-FSDP1_KEYS = {
-    "fsdp_sharding_strategy",
-    "fsdp_backward_prefetch",
-    "fsdp_forward_prefetch",
-    "fsdp_use_orig_params",
-    "fsdp_sync_module_states",
-}
+FSDP1_KEYS = {"fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_forward_prefetch"}
+FSDP1_KEYS |= {"fsdp_use_orig_params", "fsdp_sync_module_states"}
 UNSUPPORTED_KEYS = {"fsdp_ignored_modules": "ignored parameters are neither sharded nor averaged over the ranks"}
 
 # key -> (kind of value, what is allowed, in words)

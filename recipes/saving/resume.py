@@ -25,8 +25,6 @@ UNIMPORTANT = (
     *("report_to", "logging_steps", "eval_steps", "dataset_num_proc", "dataloader_num_workers"),
     *("on_non_finite", "profile", "hang_timeout"),
 )
-
-
 NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path")
 
 

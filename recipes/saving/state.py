@@ -43,8 +43,8 @@ def training_tensors(
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of Accelerate's
     options = StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), flatten_optimizer_state_dict=True)
     weights = get_model_state_dict(model, options=options)
-    once = {plain_name(name) for name, _ in model.named_parameters()}
-    tied = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    once = dict(model.named_parameters()).keys()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     weights = {name: value for name, value in weights.items() if name not in tied}
     is_fresh = not optimizer.state
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
@@ -88,44 +88,28 @@ def take_quantized(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: d
             value.to_local().copy_(loaded[name].to_local())
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what selective recompute puts into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
 def random_state(device: torch.device) -> bytes:
     """This rank's random generators (torch on both devices, numpy, Python) as one safetensors file."""
-    states = generator_states(device)
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = getattr(torch, device.type).get_rng_state(device)
     kind, keys, *rest = np.random.get_state()
     others = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
     return save(states, metadata={name: json.dumps(value) for name, value in others.items()})
 
 
 def set_random_state(file: str, device: torch.device) -> None:
-    """Put back what random_state wrote."""
+    """Put back what random_state wrote; of another device type, what this one has."""
     with safe_open(file, framework="pt") as states:
         tensors = {name: states.get_tensor(name) for name in states.keys()}  # noqa: SIM118 (it is no dict)
         others = {name: json.loads(text) for name, text in states.metadata().items()}
-    set_generator_states(tensors, device)
+    torch.set_rng_state(tensors["cpu"])
+    if device.type != "cpu" and device.type in tensors:
+        getattr(torch, device.type).set_rng_state(tensors[device.type], device)
     version, numbers, gauss = others["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = others["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-
-
-def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """torch's generators, which a forward draws from, by device type; cheap enough for every step."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = getattr(torch, device.type).get_rng_state(device)
-    return states
-
-
-def set_generator_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what generator_states returned; of another device type, what this one has."""
-    torch.set_rng_state(states["cpu"])
-    if device.type != "cpu" and device.type in states:
-        getattr(torch, device.type).set_rng_state(states[device.type], device)
 
 
 def data_hash(rows: Dataset) -> str:

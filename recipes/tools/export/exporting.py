@@ -20,9 +20,9 @@ from saving.folder import MANIFEST, check_files, read_manifest
 from torch import nn
 from training.model import add_adapters, check_not_quantized, load_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..private_transformers import as_on_disk
 from .hf_folder import save_generation_config, write_card, write_model
 from .merge_adapter import merged_tensors
 
@@ -166,7 +166,7 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
     for names in pieces.values():
         piece = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
         dcp.load(piece, storage_reader=reader, no_dist=True)
-        yield from revert_weight_conversion(model, piece).items()
+        yield from as_on_disk(model, piece).items()
 
 
 def check_same_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, what: str) -> None:

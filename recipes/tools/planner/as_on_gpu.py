@@ -1,8 +1,4 @@
-"""What runs a step on fake CPU tensors as a GPU would run it: stand-ins for what needs the real thing.
-
-transformers takes a fake tensor for one that is being traced, and offloading copies to a host that a CPU run cannot
-tell from its device. tests/tools/test_plan.py fails where an upgrade moves a name that is replaced here.
-"""
+"""What runs a step on fake CPU tensors as a GPU would run it: stand-ins for what needs the real thing."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +7,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers.masking_utils
-import transformers.modeling_utils
 from training.optimizer import OffloadedAdamW
 
+from ..private_transformers import saving_with, without_packed_mask
 from .memory_trace import MemoryTrace
 
 
@@ -31,17 +26,8 @@ def stand_in(world_size: int) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def on_a_gpu(has_mask: bool) -> Iterator[None]:
-    """What a fake CPU would do otherwise than a GPU.
-
-    transformers takes a fake tensor for one that is being traced, and then always makes a mask of T x T; and it looks
-    for an accelerator to copy saved inputs from.
-    """
-    with contextlib.ExitStack() as stack:
-        if not has_mask:
-            stack.enter_context(
-                mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-            )
-        stack.enter_context(mock.patch.object(transformers.modeling_utils, "save_on_cpu", SavedOnHost))
+    """What a fake CPU would do otherwise than a GPU: a mask of T x T, copies of saved inputs off an accelerator."""
+    with contextlib.nullcontext() if has_mask else without_packed_mask(), saving_with(SavedOnHost):
         yield
 
 
@@ -80,7 +66,8 @@ def use_experts_that_can_be_faked(model: Any, compute_dtype: str) -> list[str]:
     Returns the note that says so.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if compute_dtype != "fp32" or base.config.get_text_config()._experts_implementation != "grouped_mm":
+    experts = base.get_experts_implementation()  # of the model, and of its parts
+    if compute_dtype != "fp32" or experts.get("text_config", experts[""]) != "grouped_mm":
         return []
     base.set_experts_implementation("batched_mm")
     return ["experts counted with experts_implementation batched_mm, which holds other tensors than grouped_mm"]

@@ -1,7 +1,6 @@
 """What a script's arguments mean where its step is only planned: attention as on a GPU, what is left out."""
 
 import contextlib
-import copy
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from training.model import learned_positions
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..private_transformers import attention_of, supports_attention, with_attention
 from ..proof.architecture import check_architecture, flash_isolation
 
 STAND_IN = "without_mask"
@@ -28,13 +28,12 @@ def settle_attention(arguments: FinetuneArguments, compute_dtype: str, model: nn
     chooses = hasattr(arguments, "torch_compile") and arguments.attn_implementation is None
     fits = arguments.packing and arguments.per_device_train_batch_size == 1 and compute_dtype in ("bf16", "fp16")
     with contextlib.suppress(Exception):  # a family of which no tiny model can be built
-        if chooses and fits and model._supports_flash_attn and flash_isolation(model.config) == "isolated":
+        if chooses and fits and supports_attention(model, "flash_attn") and flash_isolation(model.config) == "isolated":
             arguments.attn_implementation = "flash_attention_2"
     if arguments.packing:
-        as_run = copy.deepcopy(model.config)
-        as_run._attn_implementation = arguments.attn_implementation or model.config._attn_implementation
-        check_architecture(as_run, packing=True)
-    if uses_flash(arguments) and not model._supports_sdpa:  # whose own is eager: it holds T x T scores
+        attention = arguments.attn_implementation or attention_of(model.config)
+        check_architecture(with_attention(model.config, attention), packing=True)
+    if uses_flash(arguments) and not supports_attention(model, "sdpa"):  # whose own is eager: it holds T x T scores
         AttentionInterface.register(STAND_IN, without_mask)
         model.set_attn_implementation(STAND_IN)
 

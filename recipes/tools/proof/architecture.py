@@ -5,11 +5,13 @@ import re
 
 import torch
 import torch.nn.functional as F
+from hooks.private_transformers import strict_fp32_patterns
 from hooks.structure import is_norm, kept_in_fp32, num_parameters
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..private_transformers import attention_of, with_attention
 from .shrink import TOKEN_ID, build_tiny_model, sub_configs
 
 EQUAL = 1e-5  # relative; attention over another number of tokens adds in another order
@@ -68,7 +70,7 @@ def flash_isolation(config: PreTrainedConfig) -> str:
     AttentionInterface.register("by_positions", by_positions)
     model = build_tiny_model(config)
     model.set_attn_implementation("by_positions")
-    if model.config._attn_implementation != "by_positions":
+    if attention_of(model.config) != "by_positions":
         return "this architecture chooses its attention by itself: leave flash attention or --packing off"
     return packed_isolation(model)
 
@@ -81,9 +83,8 @@ def check_architecture(config: PreTrainedConfig, packing: bool) -> None:
     check_causal(config)
     if not packing:
         return
-    uses_flash = str(config._attn_implementation or "").startswith("flash")
-    plain = copy.deepcopy(config)
-    plain._attn_implementation = None if uses_flash else config._attn_implementation  # None: what the family has
+    uses_flash = str(attention_of(config) or "").startswith("flash")
+    plain = with_attention(config, None if uses_flash else attention_of(config))
     try:
         isolation = flash_isolation(plain) if uses_flash else packed_isolation(build_tiny_model(plain))
     except Exception as error:
@@ -156,8 +157,7 @@ def norms_by_name(model: nn.Module) -> tuple[set[str], set[str]]:
 
 def strict_fp32_parameters(model: nn.Module) -> set[str]:
     """Parameters that the library's own rule keeps in fp32, whatever dtype is asked for."""
-    patterns = {p for module in model.modules() for p in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in strict_fp32_patterns(model)]
     return {name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in patterns)}
 
 

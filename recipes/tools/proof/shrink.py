@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
+from ..private_transformers import layer_overrides
 from .shrink_layers import LAYER_BOUNDARY, LAYER_COUNT, is_int, shrink_layers
 
 HIDDEN = 64
@@ -124,9 +125,8 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float, keeps_lay
     old = dict(vars(config))
     if not keeps_layers:
         shrink_layers(config, old)
-    names = [
-        n for n, v in old.items() if is_int(v) and not re.fullmatch(f"{LAYER_COUNT}|{LAYER_BOUNDARY}|{TOKEN_ID}", n)
-    ]
+    kept = f"{LAYER_COUNT}|{LAYER_BOUNDARY}|{TOKEN_ID}"
+    names = [name for name, value in old.items() if is_int(value) and not re.fullmatch(kept, name)]
     new = {name: shrink_int(name, old[name], old) for name in names}
     keep_relations(old, new, hidden)
     for name, value in new.items():
@@ -141,8 +141,8 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float, keeps_lay
             setattr(config, name, type(value)(shrink_int(name, v, old) for v in value))
         elif isinstance(value, dict) and name == "compress_rates":
             setattr(config, name, {key: shrink_int(name, v, old) for key, v in value.items()})
-        elif name == "_heterogeneity_spec":
-            for overrides in value.per_layer_overrides.values():
+        elif (layers := layer_overrides(name, value)) is not None:
+            for overrides in layers.values():
                 shrink_overrides(overrides, old)
         elif name in ("is_decoder", "causal") and value is False:
             setattr(config, name, True)  # encoder families are causal only on demand
@@ -185,7 +185,8 @@ def shrink_overrides(overrides: dict[str, Any], old: dict[str, Any]) -> None:
 def keep_relations(old: dict[str, Any], new: dict[str, int], hidden: int) -> None:
     """Restore in `new` the relations between widths that hold in `old`; edits `new` in place."""
     old_hidden, heads, tiny_heads = (
-        *map(first_int, (old, old), (HIDDEN_NAMES, HEADS_NAMES)),
+        first_int(old, HIDDEN_NAMES),
+        first_int(old, HEADS_NAMES),
         first_int(new, HEADS_NAMES),
     )
     for name in new:
@@ -233,6 +234,8 @@ def build_tiny_model(
         ValueError: the library has no causal language model for this type of config.
     """
     tiny = shrink_config(config, dropout, keeps_layers)
+    for part in (tiny, *sub_configs(tiny)):
+        part.dtype = torch.float32
     if as_given:  # an encoder stays one
         for name in ("is_decoder", "causal"):
             if name in vars(config):
@@ -240,14 +243,14 @@ def build_tiny_model(
     if type(tiny) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny)]
         matching = [part for part in sub_configs(tiny) if type(part) is model_class.config_class]
-        build = partial(model_class._from_config, matching[0] if matching else tiny)
+        build = partial(model_class, matching[0] if matching else tiny)
     elif "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):  # allowed when it was loaded
-        build = partial(AutoModelForCausalLM.from_config, tiny, trust_remote_code=True)
+        build = partial(AutoModelForCausalLM.from_config, tiny, trust_remote_code=True, dtype=torch.float32)
     else:
         raise ValueError(f"transformers has no causal language model for {type(config).__name__}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = build(dtype=torch.float32)
+        model = build()
         randomize(model)
     return model.train()
 

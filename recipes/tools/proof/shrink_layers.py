@@ -1,11 +1,13 @@
 """Which layers of a config a tiny model keeps: two of every kind, and everything that is given per layer cut alike."""
 
-import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+from ..private_transformers import layer_overrides, with_overrides
 
 LAYER_COUNT = (
     r"num_hidden_layers|n_layers?|num_layers|num_blocks|depth|(num_)?(en|de)coder_layers|conf_num_hidden_layers"
@@ -33,12 +35,8 @@ def shrink_layers(config: PreTrainedConfig, old: dict[str, Any]) -> None:
     columns = layer_columns(old, num_layers)
     kept = choose_layers([[str(entry) for entry in column] for column, _ in columns.values()], num_layers)
     for name, value in old.items():
-        if (
-            re.fullmatch(LAYER_PERIOD, name)
-            and is_int(value)
-            and value > 1
-            and not (lists and name.endswith("_period"))
-        ):
+        is_period = re.fullmatch(LAYER_PERIOD, name) and is_int(value) and value > 1
+        if is_period and not (lists and name.endswith("_period")):
             kept = list(range(8))  # twice the longest period left
             setattr(config, name, min(value, 4))
             offset = name.replace("period", "offset")
@@ -62,9 +60,8 @@ def layer_columns(old: dict[str, Any], num_layers: int) -> dict[str, tuple[list[
                 columns[name] = [i in value for i in layers], lambda flags: [i for i, flag in enumerate(flags) if flag]
             elif len(value) == num_layers or name == "block_types":  # the latter is repeated over the layers
                 columns[name] = [value[i % len(value)] for i in layers], type(value)
-        elif name == "_heterogeneity_spec":
-            overrides = [value.per_layer_overrides.get(i) for i in layers]
-            columns[name] = overrides, lambda entries, spec=value: with_overrides(spec, entries)
+        elif (overrides := layer_overrides(name, value)) is not None:
+            columns[name] = [overrides.get(i) for i in layers], partial(with_overrides, value)
         elif is_int(value) and re.fullmatch(LAYER_BOUNDARY, name):
             columns[name] = [i < value for i in layers], sum
         elif is_int(value) and name == "num_kv_shared_layers":
@@ -73,13 +70,6 @@ def layer_columns(old: dict[str, Any], num_layers: int) -> dict[str, tuple[list[
             columns[name] = [start <= i < start + value for i in layers], sum
             start += value
     return columns
-
-
-def with_overrides(spec: Any, entries: list[dict[str, Any] | None]) -> Any:
-    """A copy of the library's record of per-layer values that holds these ones, an entry per layer."""
-    changed = copy.copy(spec)
-    changed.per_layer_overrides = {i: dict(entry) for i, entry in enumerate(entries) if entry}
-    return changed
 
 
 def choose_layers(columns: list[list[str]], num_layers: int) -> list[int]:
