@@ -12,18 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .config import HookConfig, load_function
+from .private_torch import attention_operators
 from .structure import base_model, find_blocks, outermost
 
 # Kept by `selective`: what is dear to compute again. Everything else of a block is recomputed.
-KEPT_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+KEPT_OPS = {operator.default for operator in (*MATMULS, *attention_operators())}
 
 
 def plan_activation_checkpointing(model: nn.Module, config: HookConfig) -> list[str]:

@@ -115,7 +115,7 @@ def effective_config(raw: dict[str, Any], launch: Launch, num_processes: int | N
 def check_combinations(config: HookConfig) -> list[str]:
     """Return the combinations that cannot be right, each with the fix."""
     problems = []
-    is_block_wrap = config.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    policy = config.fsdp_auto_wrap_policy
     needs_block_wrap = {
         "hook_wrap_blocks_per_unit: " + str(config.hook_wrap_blocks_per_unit): config.hook_wrap_blocks_per_unit > 1,
         "hook_wrap_embeddings: true": config.hook_wrap_embeddings,
@@ -123,11 +123,9 @@ def check_combinations(config: HookConfig) -> list[str]:
     for setting in (setting for setting, is_set in needs_block_wrap.items() if is_set):
         if config.hook_wrap_function:
             problems.append(f"{setting} and hook_wrap_function exclude each other: the function decides; remove one")
-        elif not is_block_wrap:
+        elif policy != "TRANSFORMER_BASED_WRAP":
             fix = "set TRANSFORMER_BASED_WRAP or remove it"
-            problems.append(
-                f"{setting} has no meaning under fsdp_auto_wrap_policy: {config.fsdp_auto_wrap_policy}; {fix}"
-            )
+            problems.append(f"{setting} has no meaning under fsdp_auto_wrap_policy: {policy}; {fix}")
     if config.fsdp_min_num_params < 1:
         problems.append(f"fsdp_min_num_params: found {config.fsdp_min_num_params}, allowed: a whole number >= 1")
     if config.mixed_precision not in ("no", "bf16", "fp16"):

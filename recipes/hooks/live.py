@@ -7,48 +7,38 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from .activation_checkpointing import recomputed_blocks
 from .apply import HookPlan
 from .config import HookConfig, as_plain_dict, notes
-from .structure import base_model, count_blocks, kept_in_fp32, original_class_name
+from .private_torch import fsdp_groups
+from .structure import base_model, count_blocks, kept_in_fp32, original_class
 from .wrap import Unit
 
 VOCABULARY_ADVICE = 50_000  # from here an embedding is worth a unit of its own (vocabularies of 50k-250k)
 
 
 def read_units(model: nn.Module) -> list[dict[str, Any]]:
-    """Return one entry per FSDP unit that holds parameters, the root last.
-
-    FSDP2 has no public view of its groups, so this reads its state; tests/hooks/test_wrap.py::
-    test_report_reads_the_live_units fails where an upgrade moves it.
-    """
+    """Return one entry per FSDP unit that holds parameters, the root last."""
     names = {module: name for name, module in model.named_modules()}
-    units, seen = [], set()
-    for module in reversed(list(model.modules())):
-        if not isinstance(module, FSDPModule) or id(module._get_fsdp_state()) in seen:
-            continue
-        seen.add(id(module._get_fsdp_state()))
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            infos = [parameter._module_info for parameter in group.fsdp_params]
-            parameters = [getattr(info.module, info.param_name) for info in infos]
-            units.append(
-                {
-                    "modules": sorted((names[m] for m in group.modules), key=natural_order),
-                    "parameters": sum(p.numel() for p in parameters),
-                    "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-                    "parameters_on_this_rank": sum(p.to_local().numel() for p in parameters),
-                    "is_sharded": all(is_sharded(p) for p in parameters),
-                    "reshard_after_forward": group.post_forward_mesh_info is not None,
-                    "stored_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-                    "param_dtype": str(group.mp_policy.param_dtype).removeprefix("torch."),
-                    "reduce_dtype": str(group.mp_policy.reduce_dtype).removeprefix("torch."),
-                    "output_dtype": str(group.mp_policy.output_dtype).removeprefix("torch."),
-                    "cpu_offload": type(group.offload_policy).__name__ == "CPUOffloadPolicy",
-                }
-            )
+    units = [
+        {
+            "modules": sorted((names[m] for m in group.modules), key=natural_order),
+            "parameters": sum(p.numel() for p in group.parameters),
+            "trainable_parameters": sum(p.numel() for p in group.parameters if p.requires_grad),
+            "parameters_on_this_rank": sum(p.to_local().numel() for p in group.parameters),
+            "is_sharded": all(is_sharded(p) for p in group.parameters),
+            "reshard_after_forward": group.reshards_after_forward,
+            "stored_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in group.parameters}),
+            "param_dtype": str(group.mp_policy.param_dtype).removeprefix("torch."),
+            "reduce_dtype": str(group.mp_policy.reduce_dtype).removeprefix("torch."),
+            "output_dtype": str(group.mp_policy.output_dtype).removeprefix("torch."),
+            "cpu_offload": isinstance(group.offload_policy, CPUOffloadPolicy),
+        }
+        for group in fsdp_groups(model)
+    ]
     return sorted(units, key=lambda unit: (unit["modules"] == [""], natural_order(unit["modules"][0])))
 
 
@@ -110,11 +100,10 @@ def warnings_for(report: dict[str, Any], model: nn.Module) -> list[str]:
 def module_tree(model: nn.Module, live: list[dict[str, Any]]) -> list[str]:
     """Return the module tree, one line each: repeated blocks folded, each unit marked with its number."""
     unit_of = {name: number for number, unit in enumerate(live) for name in unit["modules"]}
-    lines: list[str] = []
 
     def describe(module: nn.Module, name: str) -> list[str]:
         mark = f"  <- unit {unit_of[name]}" if name in unit_of else ""
-        head = [f"{name.rpartition('.')[2] or 'model'}: {original_class_name(module)}{mark}"]
+        head = [f"{name.rpartition('.')[2] or 'model'}: {original_class(module).__name__}{mark}"]
         children = [describe(child, f"{name}.{key}".lstrip(".")) for key, child in module.named_children()]
         index = 0
         while index < len(children):
@@ -131,8 +120,7 @@ def module_tree(model: nn.Module, live: list[dict[str, Any]]) -> list[str]:
             index = last + 1
         return head
 
-    lines += describe(model, "")
-    return lines
+    return describe(model, "")
 
 
 def shape_of(lines: list[str]) -> list[str]:

@@ -7,6 +7,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .private_transformers import strict_fp32_patterns, unsplit_classes
+
 
 def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every transformer block, in execution order.
@@ -21,29 +23,30 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> list[tup
     lists = outermost_module_lists(model)
     candidates = sorted({type(block).__name__ for _, blocks in lists for block in blocks})
     if class_names:
-        present = {original_class_name(module) for module in named.values()}
+        present = {original_class(module).__name__ for module in named.values()}
         missing = [name for name in class_names if name not in present]
         if missing:
             raise ValueError(
                 f"fsdp_transformer_layer_cls_to_wrap: {', '.join(missing)} not in this model. "
                 f"Block classes it has: {', '.join(candidates) or 'none'}. Leave the key out to let them be found."
             )
-        return [(name, module) for name, module in named.items() if original_class_name(module) in class_names]
+        return [(name, module) for name, module in named.items() if original_class(module).__name__ in class_names]
     if not lists:
         raise ValueError(
             "No transformer blocks found (no ModuleList of layers). Set fsdp_transformer_layer_cls_to_wrap, "
             "or fsdp_auto_wrap_policy: SIZE_BASED_WRAP."
         )
-    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    declared = unsplit_classes(model)
     with_children = [entry for entry in lists if any(any(block.children()) for block in entry[1])]  # no list of Linears
     largest = max(with_children or lists, key=lambda entry: num_parameters(entry[1]))[1]
-    chosen = [
+    return [
         (f"{list_name}.{i}", block)
         for list_name, blocks in lists
         for i, block in enumerate(blocks)
-        if blocks is largest or isinstance(block, GradientCheckpointingLayer) or original_class_name(block) in declared
+        if blocks is largest
+        or isinstance(block, GradientCheckpointingLayer)
+        or original_class(block).__name__ in declared
     ]
-    return chosen
 
 
 def outermost_module_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
@@ -79,9 +82,9 @@ def set_use_cache(model: nn.Module, use_cache: bool) -> None:
             module.config.use_cache = use_cache
 
 
-def original_class_name(module: nn.Module) -> str:
-    """Class name without the prefix that `fully_shard` gives it."""
-    return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
+def original_class(module: nn.Module) -> type:
+    """A module's class before `fully_shard` put its own in front."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -144,7 +147,7 @@ def kept_in_fp32(model: nn.Module) -> tuple[list[str], list[str]]:
 
     transformers loads these in fp32 whatever the dtype asked for, by the same patterns.
     """
-    patterns = [p for m in model.modules() for p in getattr(m, "_keep_in_fp32_modules_strict", None) or ()]
+    patterns = strict_fp32_patterns(model)
     if not patterns:
         return [], []
     pattern = re.compile("|".join(sorted({p.replace("*", ".*") for p in patterns})))

@@ -3,7 +3,6 @@
 Accelerate exports its own keys to the worker, but neither the file's path nor the `hook_` keys in it.
 """
 
-import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 import psutil
 import yaml
 from accelerate.commands.config.config_args import default_config_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import prepare_multi_gpu_env
+
+from .private_accelerate import given_flags, with_yaml
 
 CONFIG_VARIABLE = "RECIPES_ACCELERATE_CONFIG"
 COMMANDS = (
@@ -91,8 +92,7 @@ def find_launch(accelerate_config: str | None) -> Launch:
         )
     if not os.path.isfile(path):
         raise ValueError(f"No such file: {path} (named by {found_by}). Give the path of an Accelerate FSDP2 YAML.")
-    flags = frozenset(getattr(arguments, "nondefault", ()))
-    return Launch(str(Path(path).resolve()), found_by, argv, flags)
+    return Launch(str(Path(path).resolve()), found_by, argv, given_flags(arguments))
 
 
 def load_yaml(path: str) -> dict[str, Any]:
@@ -107,13 +107,6 @@ def load_yaml(path: str) -> dict[str, Any]:
     return raw
 
 
-def _parse(argv: list[str] | None, path: str) -> argparse.Namespace:
-    arguments = launch_command_parser().parse_args(argv or ["--num_processes", "1", "script.py"])
-    arguments.config_file = path
-    arguments.nondefault = getattr(arguments, "nondefault", set())  # without it accelerate skips the file's keys
-    return arguments
-
-
 def export_environment(launch: Launch) -> int | None:
     """Set the FSDP_* and ACCELERATE_* variables that this YAML and the launcher's flags ask for, and drop all others.
 
@@ -122,7 +115,9 @@ def export_environment(launch: Launch) -> int | None:
     """
     names = ("FSDP_", "PARALLELISM_CONFIG_")
     try:
-        arguments = _validate_launch_command(_parse(launch.launcher_argv, launch.path))[0]
+        arguments = launch_command_parser().parse_args(launch.launcher_argv or ["--num_processes", "1", "script.py"])
+        arguments.config_file = launch.path
+        arguments = with_yaml(arguments)
         num_processes = arguments.num_processes if launch.launcher_argv is not None else None
         arguments.num_machines, arguments.main_process_port = 1, 0  # the processes run already: no port to check
         arguments.fsdp_cpu_ram_efficient_loading = False  # has no effect here, and would demand another key

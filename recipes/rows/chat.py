@@ -8,17 +8,19 @@ error, never a silently wrong mask.
 import json
 import re
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from .formats import Example
 
 Spans = list[tuple[int, int]]
 Path = tuple[str | int, ...]  # of a piece of a chat: ("messages", 2, "content")
 WORD = "qzx{}xzq"  # stands in for a piece: no template, language or chat writes it
-HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+MARKERS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+BEGIN, END = WORD.format("begin"), WORD.format("end")
+MARKED = "{% macro marked() %}" + BEGIN + "{{ caller() }}" + END + "{% endmacro %}\n"  # Jinja drops this newline
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -68,10 +70,14 @@ def render(
 
 
 def template_text(
-    example: Example, tokenizer: PreTrainedTokenizerBase, stop: int | None = None, has_prompt: bool = False
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: int | None = None,
+    has_prompt: bool = False,
+    **other: str,
 ) -> str:
     """What the template writes for the turns before `stop`; has_prompt: with its generation prompt."""
-    turns, options = example.messages[:stop], {"tools": example.tools, **example.template_options}
+    turns, options = example.messages[:stop], {"tools": example.tools, **example.template_options, **other}
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=has_prompt, **options)
 
 
@@ -170,16 +176,13 @@ def in_order(text: str, example: Example, tokenizer: PreTrainedTokenizerBase) ->
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans] | None:
     """(the chat, the spans of its {% generation %} blocks), None for a template without blocks."""
     template = tokenizer.get_chat_template(tools=example.tools)
-    if not HAS_MARKERS.search(template):
+    if not MARKERS.search(template):
         return None
-    (text,), (found,) = render_jinja_template(
-        conversations=[example.messages],
-        tools=example.tools,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **example.template_options},
-    )
-    return text, found
+    # transformers tells of tokens alone, and a token may cross a border.
+    template = MARKED + MARKERS.sub(lambda m: m[1] + ("endcall" if m[2] else "call marked()") + m[3], template)
+    pieces = re.split(f"{BEGIN}|{END}", template_text(example, tokenizer, chat_template=template))
+    ends = list(accumulate(map(len, pieces)))  # of what is no answer and of answers, in turn
+    return "".join(pieces), list(zip(ends[::2], ends[1::2]))
 
 
 def marked_spans(

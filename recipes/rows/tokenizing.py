@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .formats import FORMATS, Example, as_columns, find_format, read_example, row_of
 from .labels import IGNORE_INDEX, encode_all, fit, render_prompt
+from .private_datasets import fingerprint
 
 MAX_LOST = 0.1  # share of rows that may lose their whole answer to max_length without --allow_lost_rows
 NO_END = "the model will not learn to stop; check the chat template and the tokenizer's eos_token"
@@ -54,11 +55,10 @@ def tokenize_rows(
     columns = columns or {}
     options = (max_length, truncation_mode, assistant_only_loss, completion_only_loss, mask_history)
     function = partial(tokenize_batch, tokenizer=tokenizer, columns=columns, options=options)
-    key = [VERSION, rows._fingerprint, tokenizer_key(tokenizer), sorted(columns.items()), options]
-    fingerprint = Hasher.hash(key)
+    key = Hasher.hash([VERSION, fingerprint(rows), tokenizer_key(tokenizer), sorted(columns.items()), options])
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"tokenize-{fingerprint}.lock"):
+    with FileLock(cache / f"tokenize-{key}.lock"):
         made = rows.map(
             function,
             batched=True,
@@ -66,8 +66,8 @@ def tokenize_rows(
             with_indices=True,
             remove_columns=rows.column_names,
             num_proc=num_proc,
-            new_fingerprint=fingerprint,
-            cache_file_name=str(cache / f"tokenized-{fingerprint}.arrow"),
+            new_fingerprint=key,
+            cache_file_name=str(cache / f"tokenized-{key}.arrow"),
             features=datasets.Features(
                 {"input_ids": datasets.List(datasets.Value("int32")), "labels": datasets.List(datasets.Value("int32"))}
                 | {"state": datasets.Value("string"), "problem": datasets.Value("large_string")}

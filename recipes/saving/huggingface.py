@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerBase
 
 
@@ -30,8 +31,8 @@ def export_model(
         for name in getattr(model, "all_tied_weights_keys", None) or ():
             weights.pop(name, None)
     sharded_class = type(model)
-    if not is_adapter:
-        model.__class__ = sharded_class.__mro__[2]  # [FSDPName, FSDPModule, Name]: a hub model's own code is saved
+    if not is_adapter:  # a hub model's own code is saved
+        model.__class__ = next(kind for kind in sharded_class.__mro__ if not issubclass(kind, FSDPModule))
     try:
         model.save_pretrained(incomplete, state_dict=weights)
         if not is_adapter:

@@ -43,8 +43,8 @@ def training_tensors(
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of Accelerate's
     options = StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), flatten_optimizer_state_dict=True)
     weights = get_model_state_dict(model, options=options)
-    once = {plain_name(name) for name, _ in model.named_parameters()}
-    tied = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    once = dict(model.named_parameters()).keys()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     weights = {name: value for name, value in weights.items() if name not in tied}
     is_fresh = not optimizer.state
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
@@ -86,11 +86,6 @@ def take_quantized(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: d
     for name, value in get_optimizer_state_dict(model, optimizer, options=options).items():
         if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
             value.to_local().copy_(loaded[name].to_local())
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what selective recompute puts into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def random_state(device: torch.device) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hooks.structure import base_model
+from hooks.structure import base_model, original_class
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
@@ -125,8 +125,3 @@ def finished_logits(root: nn.Module, head: nn.Module, logits: torch.Tensor) -> t
     quiet = {"output_router_logits": False, "use_cache": False, "return_dict": True}
     accepted = {name: value for name, value in quiet.items() if name in inspect.signature(forward).parameters}
     return forward(HeadAlone(root, head, logits), input_ids=None, **accepted).logits
-
-
-def original_class(root: nn.Module) -> type:
-    """The model's class before FSDP2 put its own in front."""
-    return next(kind for kind in type(root).__mro__ if not kind.__name__.startswith("FSDP"))

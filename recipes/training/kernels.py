@@ -39,8 +39,7 @@ def use_kernels(model: nn.Module, arguments: PerformanceArguments, compute_dtype
         with contextlib.suppress(Exception):  # a family without it, or of which no tiny model can be built
             if architecture is not None and architecture.flash_isolation(model.config) == "isolated":
                 model.set_attn_implementation("flash_attention_2")
-        if model.config._attn_implementation == "flash_attention_2":
-            lines.append("attention of packed rows: flash_attention_2")
+                lines.append("attention of packed rows: flash_attention_2")
     if arguments.use_liger_kernel:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

@@ -209,8 +209,9 @@ def make_accelerator(config: HookConfig, arguments: FinetuneArguments | None = N
     if not (accelerator.is_main_process and sys.stderr.isatty()):  # their progress bars, on a terminal only
         transformers_logging.disable_progress_bar()
         disable_progress_bars()
-    if is_cpu:
-        use_fsdp_on_cpu(accelerator, plugin)
+    if is_cpu:  # Accelerate's constructor takes the plugin for device types only
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     check_device_dtype(config, accelerator.device)
     world_size = int(os.environ["WORLD_SIZE"])
     if accelerator.num_processes != world_size or not accelerator.is_fsdp2:
@@ -218,17 +219,6 @@ def make_accelerator(config: HookConfig, arguments: FinetuneArguments | None = N
         raise ValueError(f"Accelerate sees {found}, but WORLD_SIZE is {world_size} with FSDP2 asked for. Stopping.")
     assert accelerator.gradient_accumulation_steps == 1, accelerator.gradient_accumulation_steps
     return accelerator
-
-
-def use_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Tell Accelerate that this CPU run is FSDP: its constructor takes the plugin for device types only.
-
-    Relies on Accelerate's state being set after construction (no public way in 1.15);
-    tests/training/test_launch.py::test_accelerate_runs_fsdp2_on_cpu fails where an upgrade moves it.
-    """
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def check_same_keys(config: HookConfig) -> None:

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from hooks.config import HookConfig
+from hooks.private_torch import set_shard
 from hooks.wrap import local
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -211,13 +212,9 @@ def place(state: dict[str, torch.Tensor], name: str, device: torch.device) -> to
 
 
 def put(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
-    """Make a tensor the state's.
-
-    A DTensor's shard is replaced inside it, since the public constructor would move it back to the mesh's device;
-    tests/training/test_optimizer.py fails where an upgrade moves `_local_tensor`.
-    """
+    """Make a tensor the state's: the shard of a DTensor, anything else itself."""
     if isinstance(state[name], DTensor):
-        state[name]._local_tensor = value
+        set_shard(state[name], value)
     else:
         state[name] = value
 

@@ -187,12 +187,7 @@ def main() -> None:
             load_best(LiveState(accelerator, model, optimizer, None, {}), checkpoint)
     micro_batches = [{name: values.to(accelerator.device) for name, values in b.items()} for b in step.micro_batches]
     whole_step = partial(
-        script.forward_backward,
-        accelerator,
-        model,
-        label_tokens=step.label_tokens,
-        config=config,
-        progress=Progress(),
+        script.forward_backward, accelerator, model, label_tokens=step.label_tokens, config=config, progress=Progress()
     )
     lines = run_again(BegunStep(whole_step, micro_batches, step.random_state), model, step.rows, accelerator.device)
     title = f"replay of step {step.step} ({given.path}): {'all finite' if lines == [FINITE] else 'not finite'}"

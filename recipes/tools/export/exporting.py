@@ -23,10 +23,10 @@ from torch import nn
 from training.model import add_adapters, check_not_quantized, load_tokenizer
 from training.run_files import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..private_transformers import as_on_disk
 from .merge_adapter import merged_tensors
 
 NAMED_DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -176,7 +176,7 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
     for names in pieces.values():
         piece = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
         dcp.load(piece, storage_reader=reader, no_dist=True)
-        yield from revert_weight_conversion(model, piece).items()
+        yield from as_on_disk(model, piece).items()
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 from saving.state import checksum
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers.utils.hub import cached_file, has_file
+
+from ..private_transformers import as_on_disk
 
 
 def merged_tensors(
@@ -61,7 +62,7 @@ def names_on_disk(model: nn.Module, files: list[Path]) -> dict[str, str]:
             stored |= set(file.keys())
     names = {}
     for name, parameter in model.named_parameters():
-        for found in revert_weight_conversion(model, {name: parameter}):
+        for found in as_on_disk(model, {name: parameter}):
             # Older files (GPT-2's) leave out the name of the decoder.
             for candidate in (found, found.removeprefix(f"{model.base_model_prefix}.")):
                 if candidate in stored:
@@ -91,12 +92,10 @@ def check_base(run: SimpleNamespace, files: list[Path], names: dict[str, str], f
 def base_files(run: SimpleNamespace) -> list[Path]:
     """The safetensors files of the base model, local or from the hub's cache."""
     folder, revision = run.model_name_or_path, run.model_revision
-    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, **options)
-    if index is not None:
+    if has_file(folder, SAFE_WEIGHTS_INDEX_NAME, revision):
+        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
         names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
         return [Path(cached_file(folder, name, revision=revision)) for name in names]
-    path = cached_file(folder, SAFE_WEIGHTS_NAME, **options)
-    if path is None:
+    if not has_file(folder, SAFE_WEIGHTS_NAME, revision):
         raise ValueError(f"{folder} holds no safetensors weights to merge into.")
-    return [Path(path)]
+    return [Path(cached_file(folder, SAFE_WEIGHTS_NAME, revision=revision))]

@@ -1,9 +1,5 @@
 """What lets a script's step be planned as a GPU would run it: its model without weights, attention as on a GPU, what is
-left out, and stand-ins for what needs the real thing.
-
-A step runs on fake CPU tensors. transformers takes a fake tensor for one that is being traced, and offloading copies to
-a host that a CPU run cannot tell from its device. tests/tools/test_plan.py fails where an upgrade moves a name that is
-replaced here.
+left out, and stand-ins for what needs the real thing. A step runs on fake CPU tensors.
 """
 
 import contextlib
@@ -14,8 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers.masking_utils
-import transformers.modeling_utils
 from hooks.structure import set_use_cache
 from torch import nn
 from training.arguments import FinetuneArguments
@@ -24,6 +18,7 @@ from training.optimizer import OffloadedAdamW
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..private_transformers import attention_of, saving_with, supports_attention, with_attention, without_packed_mask
 from ..proof.architecture import check_architecture, flash_isolation
 from .memory_trace import MemoryTrace
 
@@ -75,13 +70,12 @@ def settle_attention(arguments: FinetuneArguments, compute_dtype: str, model: nn
     chooses = hasattr(arguments, "torch_compile") and arguments.attn_implementation is None
     fits = arguments.packing and arguments.per_device_train_batch_size == 1 and compute_dtype in ("bf16", "fp16")
     with contextlib.suppress(Exception):  # a family of which no tiny model can be built
-        if chooses and fits and model._supports_flash_attn and flash_isolation(model.config) == "isolated":
+        if chooses and fits and supports_attention(model, "flash_attn") and flash_isolation(model.config) == "isolated":
             arguments.attn_implementation = "flash_attention_2"
     if arguments.packing:
-        as_run = copy.deepcopy(model.config)
-        as_run._attn_implementation = arguments.attn_implementation or model.config._attn_implementation
-        check_architecture(as_run, packing=True)
-    if uses_flash(arguments) and not model._supports_sdpa:  # whose own is eager: it holds T x T scores
+        attention = arguments.attn_implementation or attention_of(model.config)
+        check_architecture(with_attention(model.config, attention), packing=True)
+    if uses_flash(arguments) and not supports_attention(model, "sdpa"):  # whose own is eager: it holds T x T scores
         AttentionInterface.register(STAND_IN, without_mask)
         model.set_attn_implementation(STAND_IN)
 
@@ -144,17 +138,8 @@ def stand_in(world_size: int) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def on_a_gpu(has_mask: bool) -> Iterator[None]:
-    """What a fake CPU would do otherwise than a GPU.
-
-    transformers takes a fake tensor for one that is being traced, and then always makes a mask of T x T; and it looks
-    for an accelerator to copy saved inputs from.
-    """
-    with contextlib.ExitStack() as stack:
-        if not has_mask:
-            stack.enter_context(
-                mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-            )
-        stack.enter_context(mock.patch.object(transformers.modeling_utils, "save_on_cpu", SavedOnHost))
+    """What a fake CPU would do otherwise than a GPU: a mask of T x T, copies of saved inputs off an accelerator."""
+    with contextlib.nullcontext() if has_mask else without_packed_mask(), saving_with(SavedOnHost):
         yield
 
 
@@ -193,7 +178,8 @@ def use_experts_that_can_be_faked(model: Any, compute_dtype: str) -> list[str]:
     Returns the note that says so.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if compute_dtype != "fp32" or base.config.get_text_config()._experts_implementation != "grouped_mm":
+    experts = base.get_experts_implementation()  # of the model, and of its parts
+    if compute_dtype != "fp32" or experts.get("text_config", experts[""]) != "grouped_mm":
         return []
     base.set_experts_implementation("batched_mm")
     return ["experts counted with experts_implementation batched_mm, which holds other tensors than grouped_mm"]

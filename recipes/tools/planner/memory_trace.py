@@ -1,8 +1,7 @@
 """What is in memory at each moment of a training step: every tensor storage, its bytes, its part and when it went.
 
 Works on real and on fake tensors, which have no memory behind them; planned_step.py runs a step of any size
-with the latter. The private names it depends on are all in this file; tests/tools/test_plan.py fails clearly where an
-upgrade moves one.
+with the latter.
 """
 
 import contextlib
@@ -12,15 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_param_group
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import private_torch
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameter shards", "gradient shards", "optimizer state"
 GATHERED, COMMUNICATION, WHOLE_GRADIENTS = "gathered units", "communication buffers", "gradients not yet reduced"
@@ -30,12 +26,10 @@ PARTS = (
     *(PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, COMMUNICATION, WHOLE_GRADIENTS),
     *(ACTIVATIONS, RECOMPUTE, LOSS, BACKWARD, STEP, OTHER),
 )
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 MAX_POINTS = 1500  # of the timeline that is handed on
 
 
-class MemoryTrace(TorchDispatchMode):
+class MemoryTrace(private_torch.OperatorMode):
     """Counts while it is entered, beginning with the state of `model` and `optimizer`.
 
     Sizes are rounded up to `round_to` bytes (512: CUDA's allocator; 1: the bytes alone). `is_host_state`: parameters,
@@ -163,18 +157,17 @@ class MemoryTrace(TorchDispatchMode):
         if self.skipping:
             return result
         name = str(func)
-        if func is torch.ops.c10d._allgather_base_.default:
+        if func is private_torch.ALL_GATHER:
             self.tag(args[0], COMMUNICATION)
             self.note_collective("all-gather", args[0].nbytes)
-        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+        elif func is private_torch.REDUCE_SCATTER:
             self.tag(args[1], COMMUNICATION)
             self.note_collective("reduce-scatter", args[1].nbytes)
-        elif name.startswith(("c10d.allreduce", "_c10d_functional.all_reduce")):
-            tensors = [value for value in tree_iter(args) if isinstance(value, torch.Tensor)]
-            self.note_collective("all-reduce", sum(value.nbytes for value in tensors))
+        elif name.startswith(private_torch.ALL_REDUCES):
+            self.note_collective("all-reduce", sum(value.nbytes for value in tensors_in(args)))
         part, made = self.part_of_new(), 0
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        for value in tensors_in(result):
+            if value.device.type == "cpu":
                 storage = value.untyped_storage()
                 if storage not in self.storages:
                     self.add(storage, part)
@@ -192,16 +185,15 @@ class MemoryTrace(TorchDispatchMode):
         """Operations of matrix products and attention (causal counts half), and the bytes that all else moves."""
         during = "recompute" if self.phase == "backward" and torch.is_grad_enabled() else self.phase
         packet = func.overloadpacket
-        if packet in (ATTENTION, ATTENTION_BACKWARD):
-            is_backward = packet is ATTENTION_BACKWARD
+        if packet in (private_torch.ATTENTION, private_torch.ATTENTION_BACKWARD):
+            is_backward = packet is private_torch.ATTENTION_BACKWARD
             query, key, value = args[1:4] if is_backward else args[:3]
             flops = sdpa_flop_count(query.shape, key.shape, value.shape) * (2.5 if is_backward else 1)
             self.counts[f"{during} flops"] += int(flops / (2 if any(a is True for a in args) else 1))
         elif packet in flop_registry:
             self.counts[f"{during} flops"] += flop_registry[packet](*args, **kwargs, out_val=result)
         elif made:
-            read = sum(value.nbytes for value in tree_iter(args) if isinstance(value, torch.Tensor))
-            self.counts[f"{during} moved"] += made + read
+            self.counts[f"{during} moved"] += made + sum(value.nbytes for value in tensors_in(args))
 
     def __enter__(self) -> "MemoryTrace":
         self.undo = contextlib.ExitStack()
@@ -234,10 +226,9 @@ class MemoryTrace(TorchDispatchMode):
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What has to be seen and passes no dispatcher: (owner, name, in its place while this is entered)."""
-        trace, param, group = self, fsdp_param.FSDPParam, fsdp_param_group.FSDPParamGroup
-        resize, gather = torch.UntypedStorage.resize_, param.init_all_gather_outputs
-        pre_forward, pre_backward, post_backward = group.pre_forward, group.pre_backward, group.post_backward
-        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+        trace, resize = self, torch.UntypedStorage.resize_
+        methods = (private_torch.ALLOCATES, private_torch.REDUCES, private_torch.PROPAGATES)
+        allocate, reduce, propagate = (getattr(*method) for method in methods)
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:  # FSDP2 frees gathered parameters so
             resize(storage, size)
@@ -245,27 +236,26 @@ class MemoryTrace(TorchDispatchMode):
                 trace.resized(trace.storages[storage], storage.nbytes())
                 trace.notice("gathering")
 
-        def init_all_gather_outputs(self: Any, *args: Any, **kwargs: Any) -> None:
-            gather(self, *args, **kwargs)
-            for output in self.all_gather_outputs:
+        def allocated(parameter: Any, *args: Any, **kwargs: Any) -> None:
+            allocate(parameter, *args, **kwargs)
+            for output in private_torch.gathered(parameter):
                 trace.tag(output, GATHERED)
 
         def named(method: Any) -> Any:
-            def with_name(self: Any, *args: Any, **kwargs: Any) -> Any:
-                trace.unit = self._module_fqn or "root"
-                return method(self, *args, **kwargs)
+            def with_name(group: Any, *args: Any, **kwargs: Any) -> Any:
+                trace.unit = private_torch.unit_name(group)
+                return method(group, *args, **kwargs)
 
             return with_name
 
-        def post_backward_(self: Any, *args: Any, **kwargs: Any) -> None:
-            trace.unit = f"{self._module_fqn or 'root'} (reduction)"
-            for parameter in self.fsdp_params:
-                whole = getattr(parameter, "_unsharded_param", None)
-                trace.tag(None if whole is None else whole.grad, WHOLE_GRADIENTS)
-            post_backward(self, *args, **kwargs)
-            for parameter in self.fsdp_params:
-                trace.tag(parameter.unsharded_accumulated_grad, WHOLE_GRADIENTS)
-                trace.tag(parameter.sharded_param.grad, HOST if trace.is_host_state else GRADIENTS)
+        def reduced(group: Any, *args: Any, **kwargs: Any) -> None:
+            trace.unit = f"{private_torch.unit_name(group)} (reduction)"
+            for of_now, _, _ in private_torch.gradients(group):
+                trace.tag(of_now, WHOLE_GRADIENTS)
+            reduce(group, *args, **kwargs)
+            for _, kept, shard in private_torch.gradients(group):
+                trace.tag(kept, WHOLE_GRADIENTS)
+                trace.tag(shard, HOST if trace.is_host_state else GRADIENTS)
 
         def propagated(self: Any, *args: Any, **kwargs: Any) -> Any:
             trace.skipping += 1  # DTensor runs fake operations of global shape to learn theirs: nobody's memory
@@ -275,11 +265,11 @@ class MemoryTrace(TorchDispatchMode):
                 trace.skipping -= 1
 
         yield torch.UntypedStorage, "resize_", resize_
-        yield param, "init_all_gather_outputs", init_all_gather_outputs
-        yield group, "pre_forward", named(pre_forward)
-        yield group, "pre_backward", named(pre_backward)
-        yield group, "post_backward", post_backward_
-        yield ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated
+        yield *private_torch.ALLOCATES, allocated
+        for method in private_torch.BEGINS:
+            yield *method, named(getattr(*method))
+        yield *private_torch.REDUCES, reduced
+        yield *private_torch.PROPAGATES, propagated
 
     @contextlib.contextmanager
     def host(self) -> Iterator[None]:
@@ -295,3 +285,10 @@ class MemoryTrace(TorchDispatchMode):
         size = -(-len(self.timeline) // MAX_POINTS)
         stretches = [self.timeline[i : i + size] for i in range(0, len(self.timeline), size)]
         return [max(stretch, key=lambda moment: sum(moment[1])) for stretch in stretches]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among what an operator is given or returns."""
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in tensors_in(value)]
+    return [values] if isinstance(values, torch.Tensor) else []

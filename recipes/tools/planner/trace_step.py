@@ -27,8 +27,6 @@ from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig
 from hooks.wrap import local, reshard_all
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from training.arguments import FinetuneArguments
 from training.chunked_loss import compute_loss_in_chunks
 from training.launch import make_device_mesh
@@ -37,6 +35,7 @@ from training.optimizer import check_optimizer, make_optimizer
 from training.progress import Progress
 from utils import precision_policies
 
+from ..private_torch import NEEDS_VALUES, fake_tensors
 from .allocator_replay import reserved_bytes
 from .as_on_gpu import (
     leave_meta,
@@ -65,7 +64,7 @@ def main() -> None:
     request = Request(**values)
     try:
         answer: dict[str, Any] = dataclasses.asdict(run_step(request))
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+    except NEEDS_VALUES as error:
         why = f"what its forward does depends on the values of its tensors ({error.func}), and a plan has none"
         answer = {"error": f"{why}; measure it in a short run instead"}
     except Exception as error:
@@ -133,7 +132,7 @@ def ready(request: Request) -> Iterator[Ready]:
     if is_of_another_size:
         dist.destroy_process_group()
     if not dist.is_initialized():
-        dist.init_process_group("fake", rank=0, world_size=request.num_processes, store=FakeStore())
+        dist.init_process_group("fake", rank=0, world_size=request.num_processes)
     rows, test_rows = arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size
     is_padded, is_test_padded = request.is_padded(rows), request.is_padded(test_rows)
     accelerator = stand_in(request.num_processes)
@@ -148,7 +147,7 @@ def ready(request: Request) -> Iterator[Ready]:
     notes = [*settle_length(arguments, model), *notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)]
     with device:
         model = add_adapters(model, arguments)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if request.is_fake else contextlib.nullcontext()
+    mode = fake_tensors() if request.is_fake else contextlib.nullcontext()
     with mode, on_a_gpu(has_mask=is_padded or reads_documents(arguments)):
         if request.is_fake:
             leave_meta(model)

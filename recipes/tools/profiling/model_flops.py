@@ -13,10 +13,11 @@ import torch
 from hooks.structure import base_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ..planner.roofline import GPUS
+from ..private_torch import ATTENTION, GROUPED_MATMUL, OperatorMode
+from ..private_transformers import attention_of, supports_attention
 
 CONVENTION = (
     "model FLOPs: matmuls and attention (the whole square, padding too) of one forward, and of the gradients that the "
@@ -35,10 +36,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def count_flops(
-    model: nn.Module,
-    micro_batch_loss: Callable[..., Any],
-    batch: dict[str, torch.Tensor],
-    device: torch.device,
+    model: nn.Module, micro_batch_loss: Callable[..., Any], batch: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[float, float]:
     """Return (a, b): training a row of T tokens costs a T + b T^2 FLOPs, exactly at this batch's length and close to it
     for shorter rows, whatever the loss does with a row's last token. Every rank must call it.
@@ -75,7 +73,7 @@ def row_flops(
     return needed.total
 
 
-class NeededFlops(TorchDispatchMode):
+class NeededFlops(OperatorMode):
     """Adds up each operator's FLOPs, once for its forward and once for each gradient that its backward will compute.
 
     Autograd has marked what needs a gradient by the time an operator runs, so nothing is assumed about the model. Enter
@@ -121,11 +119,11 @@ def without_frozen_embedding_gradients(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def countable_attention(model: nn.Module) -> Iterator[None]:
     """Put torch's own attention in the place of kernels that no formula is known for (flash, flex)."""
-    chosen = model.config._attn_implementation
+    chosen = attention_of(model.config)
     is_known = chosen in ("eager", "sdpa", None)
     try:
         if not is_known:
-            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+            model.set_attn_implementation("sdpa" if supports_attention(model, "sdpa") else "eager")
         yield
     finally:
         if not is_known:
@@ -142,6 +140,4 @@ def grouped_matmul_flops(rows: tuple, *args: Any, out_shape: tuple, **kwargs: An
     return 2 * prod(out_shape) * rows[-1]
 
 
-UNKNOWN_TO_TORCH = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
-if hasattr(torch.ops.aten, "_grouped_mm"):
-    UNKNOWN_TO_TORCH[torch.ops.aten._grouped_mm] = grouped_matmul_flops
+UNKNOWN_TO_TORCH = {ATTENTION: attention_flops, GROUPED_MATMUL: grouped_matmul_flops}

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..private_transformers import attention_of, with_attention
 from .shrink import TOKEN_ID, build_tiny_model, sub_configs
 
 EQUAL = 1e-5  # relative; attention over another number of tokens adds in another order
@@ -68,7 +69,7 @@ def flash_isolation(config: PreTrainedConfig) -> str:
     AttentionInterface.register("by_positions", by_positions)
     model = build_tiny_model(config)
     model.set_attn_implementation("by_positions")
-    if model.config._attn_implementation != "by_positions":
+    if attention_of(model.config) != "by_positions":
         return "this architecture chooses its attention by itself: leave flash attention or --packing off"
     return packed_isolation(model)
 
@@ -81,9 +82,8 @@ def check_architecture(config: PreTrainedConfig, packing: bool) -> None:
     check_causal(config)
     if not packing:
         return
-    uses_flash = str(config._attn_implementation or "").startswith("flash")
-    plain = copy.deepcopy(config)
-    plain._attn_implementation = None if uses_flash else config._attn_implementation  # None: what the family has
+    uses_flash = str(attention_of(config) or "").startswith("flash")
+    plain = with_attention(config, None if uses_flash else attention_of(config))
     try:
         isolation = flash_isolation(plain) if uses_flash else packed_isolation(build_tiny_model(plain))
     except Exception as error:

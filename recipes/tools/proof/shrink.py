@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
+from ..private_transformers import layer_overrides, with_overrides
+
 HIDDEN = 64
 HEADS = 4
 VOCAB = 128
@@ -137,9 +139,8 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float, keeps_lay
     old = dict(vars(config))
     if not keeps_layers:
         shrink_layers(config, old)
-    names = [
-        n for n, v in old.items() if is_int(v) and not re.fullmatch(f"{LAYER_COUNT}|{LAYER_BOUNDARY}|{TOKEN_ID}", n)
-    ]
+    kept = f"{LAYER_COUNT}|{LAYER_BOUNDARY}|{TOKEN_ID}"
+    names = [name for name, value in old.items() if is_int(value) and not re.fullmatch(kept, name)]
     new = {name: shrink_int(name, old[name], old) for name in names}
     keep_relations(old, new, hidden)
     for name, value in new.items():
@@ -154,8 +155,8 @@ def shrink_part(config: PreTrainedConfig, hidden: int, dropout: float, keeps_lay
             setattr(config, name, type(value)(shrink_int(name, v, old) for v in value))
         elif isinstance(value, dict) and name == "compress_rates":
             setattr(config, name, {key: shrink_int(name, v, old) for key, v in value.items()})
-        elif name == "_heterogeneity_spec":
-            for overrides in value.per_layer_overrides.values():
+        elif (layers := layer_overrides(name, value)) is not None:
+            for overrides in layers.values():
                 shrink_overrides(overrides, old)
         elif name in ("is_decoder", "causal") and value is False:
             setattr(config, name, True)  # encoder families are causal only on demand
@@ -174,12 +175,8 @@ def shrink_layers(config: PreTrainedConfig, old: dict[str, Any]) -> None:
     columns = layer_columns(old, num_layers)
     kept = choose_layers([[str(entry) for entry in column] for column, _ in columns.values()], num_layers)
     for name, value in old.items():
-        if (
-            re.fullmatch(LAYER_PERIOD, name)
-            and is_int(value)
-            and value > 1
-            and not (lists and name.endswith("_period"))
-        ):
+        is_period = re.fullmatch(LAYER_PERIOD, name) and is_int(value) and value > 1
+        if is_period and not (lists and name.endswith("_period")):
             kept = list(range(8))  # twice the longest period left
             setattr(config, name, min(value, 4))
             offset = name.replace("period", "offset")
@@ -203,9 +200,8 @@ def layer_columns(old: dict[str, Any], num_layers: int) -> dict[str, tuple[list[
                 columns[name] = [i in value for i in layers], lambda flags: [i for i, flag in enumerate(flags) if flag]
             elif len(value) == num_layers or name == "block_types":  # the latter is repeated over the layers
                 columns[name] = [value[i % len(value)] for i in layers], type(value)
-        elif name == "_heterogeneity_spec":
-            overrides = [value.per_layer_overrides.get(i) for i in layers]
-            columns[name] = overrides, lambda entries, spec=value: with_overrides(spec, entries)
+        elif (overrides := layer_overrides(name, value)) is not None:
+            columns[name] = [overrides.get(i) for i in layers], partial(with_overrides, value)
         elif is_int(value) and re.fullmatch(LAYER_BOUNDARY, name):
             columns[name] = [i < value for i in layers], sum
         elif is_int(value) and name == "num_kv_shared_layers":
@@ -214,13 +210,6 @@ def layer_columns(old: dict[str, Any], num_layers: int) -> dict[str, tuple[list[
             columns[name] = [start <= i < start + value for i in layers], sum
             start += value
     return columns
-
-
-def with_overrides(spec: Any, entries: list[dict[str, Any] | None]) -> Any:
-    """A copy of the library's record of per-layer values that holds these ones, an entry per layer."""
-    changed = copy.copy(spec)
-    changed.per_layer_overrides = {i: dict(entry) for i, entry in enumerate(entries) if entry}
-    return changed
 
 
 def choose_layers(columns: list[list[str]], num_layers: int) -> list[int]:
@@ -276,7 +265,8 @@ def shrink_overrides(overrides: dict[str, Any], old: dict[str, Any]) -> None:
 def keep_relations(old: dict[str, Any], new: dict[str, int], hidden: int) -> None:
     """Restore in `new` the relations between widths that hold in `old`; edits `new` in place."""
     old_hidden, heads, tiny_heads = (
-        *map(first_int, (old, old), (HIDDEN_NAMES, HEADS_NAMES)),
+        first_int(old, HIDDEN_NAMES),
+        first_int(old, HEADS_NAMES),
         first_int(new, HEADS_NAMES),
     )
     for name in new:
@@ -324,6 +314,8 @@ def build_tiny_model(
         ValueError: the library has no causal language model for this type of config.
     """
     tiny = shrink_config(config, dropout, keeps_layers)
+    for part in (tiny, *sub_configs(tiny)):
+        part.dtype = torch.float32
     if as_given:  # an encoder stays one
         for name in ("is_decoder", "causal"):
             if name in vars(config):
@@ -331,14 +323,14 @@ def build_tiny_model(
     if type(tiny) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny)]
         matching = [part for part in sub_configs(tiny) if type(part) is model_class.config_class]
-        build = partial(model_class._from_config, matching[0] if matching else tiny)
+        build = partial(model_class, matching[0] if matching else tiny)
     elif "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):  # allowed when it was loaded
-        build = partial(AutoModelForCausalLM.from_config, tiny, trust_remote_code=True)
+        build = partial(AutoModelForCausalLM.from_config, tiny, trust_remote_code=True, dtype=torch.float32)
     else:
         raise ValueError(f"transformers has no causal language model for {type(config).__name__}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = build(dtype=torch.float32)
+        model = build()
         randomize(model)
     return model.train()
 

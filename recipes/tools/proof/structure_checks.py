@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+from hooks.private_transformers import strict_fp32_patterns
 from hooks.structure import is_norm, kept_in_fp32, num_parameters
 from torch import nn
 
@@ -30,8 +31,7 @@ def kept_otherwise(model: nn.Module) -> set[str]:
     that compute in it in the library only."""
     modules, tensors = kept_in_fp32(model)
     inside = {name for name, _ in model.named_parameters() if any(name.startswith(f"{m}.") for m in modules)}
-    patterns = {p for module in model.modules() for p in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
-    patterns = {pattern.replace("*", ".*") for pattern in patterns}
+    patterns = {pattern.replace("*", ".*") for pattern in strict_fp32_patterns(model)}
     strict = {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)}
     linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
     return (strict ^ (inside | set(tensors))) | ((strict & linear) - inside)

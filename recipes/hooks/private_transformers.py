@@ -1,0 +1,13 @@
+"""transformers' private names, but for tools/private_transformers.py. tests/test_private.py fails where one moves."""
+
+from torch import nn
+
+
+def unsplit_classes(model: nn.Module) -> set[str]:
+    """Class names of what is declared not to be split. Public way looked for: device_map="auto" only obeys them."""
+    return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+
+
+def strict_fp32_patterns(model: nn.Module) -> set[str]:
+    """Of names that stay in fp32 whatever the dtype. Public way looked for: from_pretrained only obeys them."""
+    return {p for module in model.modules() for p in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
