@@ -105,9 +105,9 @@ def main() -> None:
     live = LiveState(accelerator, model, optimizer, scheduler, run.state)
 
     set_seed(arguments.seed, device_specific=True)  # each rank draws other dropout masks
-    facts = identity_of_run(vars(arguments), as_plain_dict(config), data_hash(data.train), model)
     log = MetricsLog(accelerator, arguments.output_dir, total_steps, run.state["step"])
     with stop_together():
+        facts = identity_of_run(vars(arguments), as_plain_dict(config), data_hash(data.train), model)
         resumed = resume(live, run, facts)
     log.say("\nnote: ".join(resumed))
     lines = [*origin_lines(Path(__file__).parent), *data.lines]
