@@ -82,6 +82,7 @@ def main() -> None:
     with stop_together():
         tokenizer = load_tokenizer(arguments)
         data = prepare_data(arguments, tokenizer, rank, world_size)
+        rows_hash = data_hash(data.train)  # what a checkpoint says it was trained on
     if arguments.preview:
         accelerator.print("\n".join([*data.lines, preview(data.train, tokenizer, arguments.preview)]))
         return end(accelerator)
@@ -105,9 +106,9 @@ def main() -> None:
     live = LiveState(accelerator, model, optimizer, scheduler, run.state)
 
     set_seed(arguments.seed, device_specific=True)  # each rank draws other dropout masks
+    facts = identity_of_run(vars(arguments), as_plain_dict(config), rows_hash, model)
     log = MetricsLog(accelerator, arguments.output_dir, total_steps, run.state["step"])
     with stop_together():
-        facts = identity_of_run(vars(arguments), as_plain_dict(config), data_hash(data.train), model)
         resumed = resume(live, run, facts)
     log.say("\nnote: ".join(resumed))
     lines = [*origin_lines(Path(__file__).parent), *data.lines]
