@@ -1,5 +1,8 @@
 """What lets a script's step be planned as a GPU would run it: its model without weights, attention as on a GPU, what is
-left out, and stand-ins for what needs the real thing. A step runs on fake CPU tensors.
+left out, and stand-ins for what needs the real thing.
+
+A step runs on fake CPU tensors. transformers takes a fake tensor for one that is being traced, and offloading copies to
+a host that a CPU run cannot tell from its device.
 """
 
 import contextlib
