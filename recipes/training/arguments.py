@@ -324,11 +324,28 @@ def check_arguments(arguments: FinetuneArguments) -> list[str]:
     for name in ("model_name_or_path", "dataset_name"):
         if getattr(arguments, name) is None:
             problems.append(f"--{name} is required (this folder has no sample/, or the other of the two was given)")
-    one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "logging_steps")
-    one += ("max_new_tokens", "dataset_num_proc", "lora_r", "save_total_limit")
-    none = ("warmup_steps", "weight_decay", "lora_dropout", "eval_steps", "save_steps", "dataloader_num_workers")
-    none += ("hang_timeout", "profile", "preview", "validation_split_percentage")
-    for name, least in [("max_length", 2), *((name, 1) for name in one), *((name, 0) for name in none)]:
+    at_least = {
+        "max_length": 2,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "logging_steps": 1,
+        "max_new_tokens": 1,
+        "dataset_num_proc": 1,
+        "lora_r": 1,
+        "save_total_limit": 1,
+        "warmup_steps": 0,
+        "weight_decay": 0,
+        "lora_dropout": 0,
+        "eval_steps": 0,
+        "save_steps": 0,
+        "dataloader_num_workers": 0,
+        "hang_timeout": 0,
+        "profile": 0,
+        "preview": 0,
+        "validation_split_percentage": 0,
+    }
+    for name, least in at_least.items():
         value = getattr(arguments, name)
         if value is not None and not value >= least:  # written so that nan is refused too
             problems.append(f"--{name}: found {value}, allowed: {least} or more")
