@@ -22,8 +22,8 @@ MAY_IMPORT = {  # whoever stands here imports only these of ours
     "commands": {"tools", "training"},
     "sample": {"hooks"},
 }
-# What stands there; nothing grows without taking as much away. The first estimates (11,000, 3,500, 5,600 and 2,100) left
-# out what failures on every backend, hangs, resume at any size and exact refusals of bad data take.
+# What stands there; nothing grows without taking as much away. The first estimates (11,000, 3,500, 5,600 and 2,100)
+# left out what failures on every backend, hangs, resume at any size and exact refusals of bad data take.
 LINES = {"all": 14_600, "core without rows": 5_030, "core": 7_430, "rows": 2_400}
 
 
