@@ -40,7 +40,7 @@ DTYPES = {
     "fp32": {"mixed_precision": "no", "hook_param_dtype": "fp32", "hook_reduce_dtype": "fp32"},
 }
 TOLERANCE, GLOO_TOLERANCE = 5e-3, 1e-2
-LENGTH, VOCABULARY = 128, 4096
+LENGTH, VOCABULARY = 64, 4096
 ROWS = 2
 
 
@@ -68,20 +68,20 @@ def request_of(folder, script="finetune.py", config="default.yaml", ranks=2, key
 
 
 def layouts(folder, rows_in_bf16=1):
-    """wrap x recompute, and with each of them two of dtype x training x loss; then one dial each.
+    """wrap x recompute, with the eight of dtype x training x loss spread over them; then one dial each.
 
     ROWS rows where the dtype is fp32 or a dial acts on each row; a CPU that emulates bf16 takes minutes for the others.
     """
     found, planned = {}, partial(request_of, folder, per_device_train_batch_size=rows_in_bf16)
     others = list(product(DTYPES, ("full", "LoRA"), ("plain", "chunks")))
     for number, (wrap, recompute) in enumerate(product(WRAPS, RECOMPUTES)):
-        for dtype, training, loss in (others[number % 8], others[(number * 3 + 5) % 8]):
-            script = "finetune_mem_limit.py" if loss == "chunks" else "finetune.py"
-            keys = {**WRAPS[wrap], **RECOMPUTES[recompute], **DTYPES[dtype]}
-            name = f"{wrap}, recompute {recompute}, {dtype}, {training}, {loss}"
-            lora = {"use_peft": training == "LoRA", "lora_r": 8}
-            rows = {"per_device_train_batch_size": ROWS if dtype == "fp32" else rows_in_bf16}
-            found[name] = planned(script, keys=keys, **rows, **lora)
+        dtype, training, loss = others[(number * 3 + 5) % 8]
+        script = "finetune_mem_limit.py" if loss == "chunks" else "finetune.py"
+        keys = {**WRAPS[wrap], **RECOMPUTES[recompute], **DTYPES[dtype]}
+        name = f"{wrap}, recompute {recompute}, {dtype}, {training}, {loss}"
+        lora = {"use_peft": training == "LoRA", "lora_r": 8}
+        rows = {"per_device_train_batch_size": ROWS if dtype == "fp32" else rows_in_bf16}
+        found[name] = planned(script, keys=keys, **rows, **lora)
     selective, offloaded = {"hook_checkpoint_mode": "selective"}, {"fsdp_activation_checkpointing_offload": True}
     all_rows = {"per_device_train_batch_size": ROWS}
     norms = {"hook_norm_dtype": "fp32", "fsdp_reshard_after_forward": False}
@@ -113,15 +113,15 @@ def truths(folder):
 
 def test_live_bytes_are_those_of_real_tensors(truths):
     errors = {name: one["peak_with_host"] / one["true"] - 1 for name, one in truths.items()}
-    assert len(errors) >= 24
+    assert len(errors) == 12 + 7
     assert {name: error for name, error in errors.items() if abs(error) > TOLERANCE} == {}
     assert all(one["events"] > 500 for one in truths.values())
-    assert len({one["true"] for one in truths.values()}) > 20  # the layouts differ, so a count that ignores one fails
+    assert len({one["true"] for one in truths.values()}) > 15  # the layouts differ, so a count that ignores one fails
 
 
 def test_live_bytes_are_those_of_two_real_processes(folder):
     of_two = {name: one for name, one in layouts(folder, rows_in_bf16=ROWS).items() if one.num_processes == 2}
-    found = worker(folder, "gloo", dict(list(of_two.items())[::5]))
+    found = worker(folder, "gloo", dict(list(of_two.items())[::3]))
     errors = {name: one["peak_with_host"] / one["true"] - 1 for name, one in found.items()}
     assert len(errors) >= 5
     assert {name: (error, found[name]) for name, error in errors.items() if abs(error) > GLOO_TOLERANCE} == {}
@@ -209,11 +209,11 @@ def test_packing_that_a_run_would_refuse_is_refused(small):
 
 def test_rows_end_with_learned_positions_but_packed_rows_do_not(small):
     """Positions restart with each document; a plan has the length that its rows are cut to."""
-    folder = small("gpt2", max_position_embeddings=64)
-    arguments = KINDS["finetune.py"](max_length=128, packing=True)
-    assert settle_length(arguments, model_of(folder)) == [] and arguments.max_length == 128
+    folder = small("gpt2", max_position_embeddings=32)
+    arguments = KINDS["finetune.py"](max_length=LENGTH, packing=True)
+    assert settle_length(arguments, model_of(folder)) == [] and arguments.max_length == LENGTH
     cut = plan_step(request_of(folder))
-    assert cut.length == 64 and "rows counted with 64 tokens: the model has no more positions" in cut.notes
+    assert cut.length == 32 and "rows counted with 32 tokens: the model has no more positions" in cut.notes
 
 
 def test_packed_rows_take_flash_attention_where_the_script_would_choose_it(small):
