@@ -36,7 +36,6 @@ DOZEN = {  # what is special about each
     "bloom": "default",  # alibi
     "mixtral": "default",  # experts with a balancing loss
     "gemma2": "mem_limit",  # soft caps, sliding and full layers
-    "gemma3n_text": "default",  # per-layer inputs, shared keys and values
     "cohere": "performance",  # logit scaling, parallel blocks
     "deepseek_v3": "default",  # latent attention, dense and expert layers
     "gpt_oss": "mem_limit",  # experts, attention sinks
