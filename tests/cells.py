@@ -1,16 +1,18 @@
-"""The cells of exactness_worker.py: run in one launch, and judged."""
+"""The cells of exactness_worker.py: run in forked ranks, and judged."""
 
 import json
 
-from launching import accelerate_launch
+from in_process import Run
+from launching import CONFIGS
 
-WORKER = "tests/exactness_worker.py"
 
-
-def launch_worker(path, *arguments, flags=()):
-    done = accelerate_launch(WORKER, path, *arguments, flags=flags)
-    assert done.returncode == 0, done.stdout[-12_000:]
-    return json.loads(path.read_text())
+def run_cells(path, *arguments, world_size=2, worker="exactness_worker"):
+    """What a worker wrote to a path, and all that its ranks printed."""
+    done = Run(
+        [path, *arguments], path.with_suffix(".log"), world_size, config=CONFIGS / "default.yaml", script=worker
+    ).wait()
+    assert not any(done.codes), done.output[-12_000:]
+    return json.loads(path.read_text()) | {"output": done.output}
 
 
 def check_cell(name, cell):

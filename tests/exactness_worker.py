@@ -1,6 +1,8 @@
-"""Run under `accelerate launch`: every cell of the exactness grid in one process pair, results as JSON.
+"""Every cell of the exactness grid in one process pair, results as JSON.
 
     accelerate launch --config_file accelerate_configs/default.yaml tests/exactness_worker.py OUT [quick | WRAP ...]
+
+The tests run it in forked ranks, with --accelerate_config (cells.py).
 
 A cell is a case of the proof (tools/proof) with a tiny Llama under other keys: the same reference, the same comparison.
 """
@@ -572,14 +574,21 @@ def collectives_of(model: torch.nn.Module, is_chunked: bool = False) -> list[int
     return [gathers, scatters]
 
 
+def command_line() -> tuple[Path, list[str], HookConfig]:
+    """(the file to write, the words after it, the YAML in fp32)."""
+    words, path = sys.argv[1:], None
+    if words[-2:-1] == ["--accelerate_config"]:
+        *words, _, path = words
+    config = dataclasses.replace(read_hook_config(path), hook_reduce_dtype="fp32", hook_offload_optimizer=False)
+    return Path(words[0]), words[1:], config
+
+
 def main() -> None:
-    out_path, *wraps = sys.argv[1:]
+    out_path, wraps, base = command_line()
     gc.freeze()  # the imported libraries are never garbage; looking through them would cost more than a cell
     gc.disable()  # each cell collects once, at its end
     for script in (finetune, finetune_mem_limit, finetune_performance):
         script.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a tiny step
-    base = read_hook_config(None)
-    base = dataclasses.replace(base, hook_reduce_dtype="fp32", hook_offload_optimizer=False)
     accelerator = make_accelerator(base)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     results: dict = {"world_size": world_size, "cells": {}}
@@ -615,13 +624,13 @@ def main() -> None:
         results["non_finite"] = run_non_finite(base, accelerator)
         results["generated_lengths"] = run_generation(base, accelerator)
         results["buffers"] = run_buffers(base, accelerator)
-        results["export"] = run_export(base, accelerator, Path(out_path).parent / "exported")
+        results["export"] = run_export(base, accelerator, out_path.parent / "exported")
         results["logits_alive"] = run_graph_lifetime(base, accelerator)
     gathered = [None] * world_size
     dist.all_gather_object(gathered, [entry["norms"] for entry in results["cells"].values()])
     results["norms_equal_on_all_ranks"] = all(other == gathered[0] for other in gathered)
     if rank == 0:
-        Path(out_path).write_text(json.dumps(results, indent=1))
+        out_path.write_text(json.dumps(results, indent=1))
     end(accelerator)
 
 

@@ -1,7 +1,6 @@
-"""Launched by test_out_of_memory.py with 2 processes: ranks that run out of memory in the middle of a step."""
+"""Run by test_out_of_memory.py in 2 processes: ranks that run out of memory in the middle of a step."""
 
 import contextlib
-import dataclasses
 import gc
 import json
 import sys
@@ -11,11 +10,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from exactness_worker import CHUNK_TOKENS, Cell, judged, placed, prepared, references_of
+from exactness_worker import CHUNK_TOKENS, Cell, command_line, judged, placed, prepared, references_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import finetune_mem_limit
-from hooks.config import read_hook_config
 from hooks.structure import base_model
 from saving.state import LiveState
 from tools.proof import runs
@@ -89,7 +87,7 @@ def no_buffer(kind: type, numbers: tuple[int, ...]) -> Iterator[None]:
 
 def main() -> None:
     gc.freeze()  # the imported libraries are never garbage; looking through them would cost more than a run
-    base = dataclasses.replace(read_hook_config(None), hook_reduce_dtype="fp32", hook_offload_optimizer=False)
+    out_path, _, base = command_line()
     accelerator = make_accelerator(base)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     results: dict = {"cells": {}}
@@ -170,7 +168,7 @@ def main() -> None:
         dist.all_gather_object(codes, code)
         results["ends"][name] = codes
     if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+        out_path.write_text(json.dumps(results, indent=1))
     end(accelerator)
 
 

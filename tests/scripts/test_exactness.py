@@ -1,6 +1,6 @@
 """Sharded training equals unsharded training, for every layout the YAML can ask for.
 
-One launch of exactness_worker.py with 2 processes runs all cells; the tests below read its figures. Tolerances: against
+One run of exactness_worker.py in 2 processes makes all cells; the tests below read its figures. Tolerances: against
 the proof's reference (same arithmetic, another order of additions) fp32 and bf16 agree to a few units in the last
 place, 1e-6 relative at every step (a bf16 reduction too: the reference reduces in bf16, and fp32 in its place would be
 2e-3 off); with a deferred reduction the additions are grouped otherwise, 5e-6. Against one unsharded fp32 process that
@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from cells import check_cell, launch_worker
+from cells import check_cell, run_cells
 from exactness_worker import grid
 
 CELLS = [cell.name for cell in grid()]
@@ -22,7 +22,7 @@ PLAIN = [name for name in CELLS if "fp32-full" in name and "hook" not in name an
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    return launch_worker(tmp_path_factory.mktemp("exactness") / "results.json")
+    return run_cells(tmp_path_factory.mktemp("exactness") / "results.json")
 
 
 def test_grid_has_every_meeting_of_three_of_wrap_dtype_training_and_accumulation_under_every_recompute(results):
@@ -76,7 +76,7 @@ def test_every_rank_reads_the_same_norm(results):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_other_world_sizes_are_as_exact(tmp_path, processes):
-    found = launch_worker(tmp_path / "results.json", "quick", flags=("--num_processes", processes))
+    found = run_cells(tmp_path / "results.json", "quick", world_size=processes)
     assert found["world_size"] == processes
     assert len(found["cells"]) == 6
     for name, cell in found["cells"].items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench_meter import StepMeter
-from cells import check_cell, launch_worker
+from cells import check_cell, run_cells
 from in_process import finetune_in_process
 from launching import RECIPES, part_of_sample, small_model
 from offload_worker import note_places
@@ -89,7 +89,7 @@ def test_loss_in_chunks_takes_less_than_half_the_memory_where_logits_dominate():
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    return launch_worker(tmp_path_factory.mktemp("chunked") / "results.json", "chunked")
+    return run_cells(tmp_path_factory.mktemp("chunked") / "results.json", "chunked")
 
 
 def test_loss_in_chunks_is_as_exact_as_the_plain_loss(sharded):

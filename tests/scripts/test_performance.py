@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import check_cell, launch_worker
+from cells import check_cell, run_cells
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, part_of_sample, small_model
 from rows.batches import Step
@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    return launch_worker(tmp_path_factory.mktemp("performance") / "results.json", "performance")
+    return run_cells(tmp_path_factory.mktemp("performance") / "results.json", "performance")
 
 
 def test_loop_equals_the_replica_and_finetunes_own_to_the_last_bit(sharded):

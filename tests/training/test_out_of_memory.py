@@ -1,28 +1,23 @@
 """finetune_mem_limit.py: a rank that runs out of memory anywhere in a step changes nothing but the micro-batches.
 
-One launch of out_of_memory_worker.py with 2 processes makes every run, the fault injected into rank 1 alone (once into
+One run of out_of_memory_worker.py in 2 processes makes every run, the fault injected into rank 1 alone (once into
 both). The step that is done again equals the reference of the unsplit micro-batches as closely as an undisturbed run
 does (tolerances: see test_exactness.py).
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from cells import check_cell
-from launching import accelerate_launch
+from cells import check_cell, run_cells
 from training.memory_errors import is_out_of_memory
 from training.out_of_memory import SentInStep, SmallerMicroBatches, filler
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    path = tmp_path_factory.mktemp("out_of_memory") / "results.json"
-    done = accelerate_launch("tests/out_of_memory_worker.py", path)
-    assert done.returncode == 0, done.stdout[-3000:]
-    return {**json.loads(path.read_text()), "output": done.stdout}
+    return run_cells(tmp_path_factory.mktemp("out_of_memory") / "results.json", worker="out_of_memory_worker")
 
 
 def test_step_that_ran_out_of_memory_anywhere_equals_the_undisturbed_one(results):
