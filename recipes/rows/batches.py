@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .labels import IGNORE_INDEX
-from .packing import collate_packed, length_grouped_order
+from .packing import PackedRows, collate_packed, length_grouped_order
 
 ROWS_PER_GROUP = 64  # of similar length that follow one another; a constant, so that any number of ranks can resume
 
@@ -138,8 +138,7 @@ def training_steps(
 
 def row_numbers(rows: Sequence[dict[str, list[int]]], batch: list[int]) -> list[Any]:
     """The numbers of a micro-batch's rows; of a packed row, the list of its documents' numbers."""
-    is_packed = isinstance(rows, list) and rows and "documents" in rows[0]
-    return [rows[index]["documents"] for index in batch] if is_packed else batch
+    return [rows.documents_of(index) for index in batch] if isinstance(rows, PackedRows) else batch
 
 
 def collate_rows(

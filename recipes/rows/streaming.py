@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from datasets import Dataset
 from tqdm import tqdm
 
 from .batches import FIRST_ROW, Share, Step, collate_rows, split_rows
@@ -83,7 +84,7 @@ def window_rows(stream: Stream, seed: int, epoch: int, rank: int, is_reported: b
         except (ValueError, OSError) as error:
             stop(error, rank)
         if stream.packed_length and rows:
-            rows, _ = pack_rows(rows, stream.packed_length)
+            rows, _ = pack_rows(Dataset.from_list(rows), stream.packed_length)
         generator = torch.Generator().manual_seed(seed + 1_000_003 * epoch + 7919 * number)
         for index in torch.randperm(len(rows), generator=generator).tolist():
             yield rows[index]

@@ -86,7 +86,7 @@ def packing() -> Iterator[str]:
 def packers(lengths: np.ndarray) -> dict[str, Callable[[], int]]:
     """What to measure, ours first: functions that return the number of rows, with their input made beforehand."""
     packers = {
-        "plan_packing (ours)": lambda: len(plan_packing(lengths, MAX_LENGTH)),
+        "plan_packing (ours)": lambda: len(plan_packing(lengths, MAX_LENGTH)[1]) - 1,
         "first fit, in order": lambda: first_fit(lengths),
         "next fit, in order": lambda: next_fit(lengths),
     }
@@ -127,7 +127,7 @@ def preparing() -> Iterator[str]:
             rows, _ = load_rows([str(rows_file)], "train", "test")
             kept, _ = tokenize_rows(rows, tokenizer, 1024, "train", columns=columns)
             read_s = time.perf_counter() - start
-            packed, _ = pack_rows(kept.to_list(), 1024)
+            packed, _ = pack_rows(kept, 1024)
             ours_s = time.perf_counter() - start
             line = (
                 f"{name}: {len(rows):,} rows into {len(packed):,} | ours {ours_s:.2f} s ({read_s:.2f} before packing)"
