@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from datasets.formatting import formatting
 from rows.batches import (
     FIRST_ROW,
     RankSteps,
@@ -28,7 +29,9 @@ from rows.batches import (
 )
 from rows.formats import read_chat
 from rows.labels import encode_all
+from rows.packing import list_lengths
 from rows.tokenizing import tokenize_rows, tokenizer_key
+from saving.state import data_hash
 from token_rows import CASES, HEADERS, PROMPT, TEMPLATE, learnt, llama3_like, read, tokenizer_of, toy_tokenizer, write
 from tokenizers import processors
 from training.losses import IGNORE_INDEX, micro_batch_loss, num_label_tokens, token_loss_sum
@@ -662,6 +665,35 @@ def test_missing_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
     write(tmp_path, "test.jsonl", GOOD)
     with pytest.raises(ValueError, match="no split 'train'; it has: test"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_second_start_keeps_and_makes_nothing_per_row_in_python(
+    monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    """Counted: at most two numpy integers a row at a time (a Python list of rows has 8 bytes for a place alone); every
+    column of tokens is read off the disk as it lies there, also where rows that are too long were left out."""
+    looked_up: list[Any] = []
+    from_indices = formatting._query_table_with_indices_mapping
+    monkeypatch.setattr(
+        formatting, "_query_table_with_indices_mapping", lambda *args: looked_up.append(args) or from_indices(*args)
+    )
+
+    def second_start(count: int) -> int:
+        texts = ["a" * 20 if not is_whole and number % 50 == 7 else f"ab {number % 9}" for number in range(count)]
+        rows = Dataset.from_dict({"text": texts})
+        expected, line = tokenize_rows(rows, toy_tokenizer(), 16, "train", "drop")
+        tracemalloc.start()
+        kept, again = tokenize_rows(rows, toy_tokenizer(), 16, "train", "drop")
+        digest, lengths = data_hash(kept), list_lengths(kept, "labels")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert line == again and digest == data_hash(Dataset.from_list(expected.to_list()))
+        assert lengths.tolist() == [len(row["labels"]) for row in kept] and len(kept) == count - texts.count("a" * 20)
+        return peak
+
+    few, many = second_start(2000), second_start(42_000)
+    assert many - few < 16 * 40_000 and not looked_up
 
 
 # --- which rows each rank takes
