@@ -4,7 +4,8 @@
     make bench ARGS=preparing     other sections
     make bench-ladder             what each dial of the scenario scripts buys and costs
 
-All but checkpoints and ladder compare with TRL where it is installed, for instance beside the virtual environment:
+All but checkpoints, ladder, planner and scale compare with TRL where it is installed, for instance beside the virtual
+environment:
     pip install --target trl-for-bench --no-deps trl==1.16.0
     PYTHONPATH=trl-for-bench make bench
 """
@@ -31,6 +32,7 @@ from bench_checkpoint import checkpoints
 from bench_contenders import contenders
 from bench_ladder import ladder
 from bench_planner import planner
+from bench_scale import scale
 from rows.packing import pack_rows, plan_packing
 from rows.sources import load_rows
 from rows.tokenizing import tokenize_rows
@@ -232,6 +234,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "preparing": preparing,
     "checkpoints": checkpoints,
     "planner": planner,
+    "scale": scale,
 }
 
 if __name__ == "__main__":
