@@ -95,10 +95,10 @@ def main() -> None:
     set_seed(arguments.seed)  # the same random adapters on every rank
     with stop_together(), one_rank_at_a_time():
         model = build_model(arguments, config, accelerator, mesh, data)
-        data.pack()
 
     # The optimizer comes after wrapping and before any forward; the schedule counts its steps, on any number of ranks.
     with stop_together():
+        data.pack()
         adamw = make_optimizer(model, arguments, config)
     total_steps = data.count_steps(run.state)
     scheduler = make_scheduler(adamw, arguments.lr_scheduler_type, arguments.warmup_steps, total_steps)

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .labels import IGNORE_INDEX
-from .packing import collate_packed, length_grouped_order
-
-ROWS_PER_GROUP = 64  # of similar length that follow one another; a constant, so that any number of ranks can resume
-
+from .packing import PackedRows, collate_packed, length_grouped_order, list_lengths
 
 FIRST_ROW = {"epoch": 0, "rows_seen": 0}
 
@@ -50,7 +48,7 @@ class Step(NamedTuple):
     """One optimizer step of a rank."""
 
     micro_batches: list[dict[str, torch.Tensor]]
-    position: dict[str, int]  # after it: epoch, rows_seen
+    position: dict[str, int]  # after it: epoch, rows_seen; rows_per_group where they have a length in common
     rows: list[list[Any]]  # numbers of each micro-batch's rows; of a packed row the list of its documents' numbers
 
 
@@ -66,27 +64,32 @@ def collate(rows: Sequence[dict[str, list[int]]], pad_token_id: int) -> dict[str
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 
-def split_rows(order: list[int], share: Share) -> list[list[list[int]]]:
-    """Return this rank's rows as steps of micro-batches, from one global order.
+class RankSteps(Sequence):
+    """This rank's rows as steps of micro-batches, cut from one global order when they are asked for.
 
     Each step takes the next `share.rows_per_step` rows, whatever the number of ranks. In the last, shorter step every
     rank runs as many micro-batches as the others; one without rows is an empty list.
     """
-    size, rows_per_micro_step = share.micro_batch_size, share.micro_batch_size * share.world_size
-    steps = []
-    for first in range(0, len(order), share.rows_per_step):
-        rows = order[first : first + share.rows_per_step]
-        micro_batches = []
+
+    def __init__(self, order: np.ndarray | Sequence[int], share: Share) -> None:
+        self.order, self.share = np.asarray(order), share
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.order) / self.share.rows_per_step)
+
+    def __getitem__(self, number: int) -> list[list[int]]:
+        size, rows_per_micro_step = self.share.micro_batch_size, self.share.micro_batch_size * self.share.world_size
+        first = range(len(self))[number] * self.share.rows_per_step
+        rows, micro_batches = self.order[first : first + self.share.rows_per_step].tolist(), []
         for start in range(0, len(rows), rows_per_micro_step):
-            mine = start + share.rank * size
+            mine = start + self.share.rank * size
             micro_batches.append(rows[mine : min(mine + size, start + rows_per_micro_step)])
-        steps.append(micro_batches)
-    return steps
+        return micro_batches
 
 
-def shuffled_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """The global row order of an epoch: the same on any number of ranks."""
-    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+def shuffled_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The global row order of an epoch: the same on any number of ranks. 8 bytes per row."""
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
 
 
 def count_steps(
@@ -117,29 +120,33 @@ def training_steps(
     """Yield this rank's optimizer steps, without end.
 
     Starts after `rows_seen` rows of `epoch` (the position): it continues the same global order on any number of ranks.
+    With group_by_length a group is what a step takes; the position says how many rows that was as the epoch began, so
+    that its order stays though it goes on with another global batch.
     """
-    epoch, rows_seen = position["epoch"], position["rows_seen"]
-    lengths = [len(row["input_ids"]) for row in rows] if group_by_length else []
+    epoch, rows_seen, rows_per_group = (position.get(name, 0) for name in ("epoch", "rows_seen", "rows_per_group"))
+    lengths = list_lengths(rows, "input_ids") if group_by_length else None
     while True:
-        order = shuffled_order(len(rows), seed, epoch)
         if group_by_length:
-            order = length_grouped_order(lengths, ROWS_PER_GROUP, seed, epoch)
-        order = order[rows_seen:]
-        steps = split_rows(order, share)
-        batches = iter(make_loader(rows, [batch for step in steps for batch in step], pad_token_id, num_workers))
+            rows_per_group = rows_per_group or share.rows_per_step
+            order = length_grouped_order(lengths, rows_per_group, seed, epoch)
+        else:
+            order = shuffled_order(len(rows), seed, epoch)
+        steps = RankSteps(order[rows_seen:], share)
+        batches = iter(make_loader(rows, steps, pad_token_id, num_workers))
         for step in steps:
             rows_seen = min(rows_seen + share.rows_per_step, len(rows))
             position = {"epoch": epoch, "rows_seen": rows_seen}
+            if group_by_length:
+                position |= {"rows_per_group": rows_per_group}
             if rows_seen == len(rows):
                 position = {"epoch": epoch + 1, "rows_seen": 0}
             yield Step([next(batches) for _ in step], position, [row_numbers(rows, batch) for batch in step])
-        epoch, rows_seen = epoch + 1, 0
+        epoch, rows_seen, rows_per_group = epoch + 1, 0, 0
 
 
 def row_numbers(rows: Sequence[dict[str, list[int]]], batch: list[int]) -> list[Any]:
     """The numbers of a micro-batch's rows; of a packed row, the list of its documents' numbers."""
-    is_packed = isinstance(rows, list) and rows and "documents" in rows[0]
-    return [rows[index]["documents"] for index in batch] if is_packed else batch
+    return [rows.documents_of(index) for index in batch] if isinstance(rows, PackedRows) else batch
 
 
 def collate_rows(
@@ -157,8 +164,8 @@ def evaluation_batches(
     without rows."""
     if rows is None:
         return []
-    steps = split_rows(list(range(len(rows))), Share(batch_size, 1, share.rank, share.world_size))
-    return make_loader(rows, [batch for step in steps for batch in step], pad_token_id)
+    steps = RankSteps(np.arange(len(rows)), Share(batch_size, 1, share.rank, share.world_size))
+    return make_loader(rows, steps, pad_token_id)
 
 
 class RowsAndFiller(Dataset):
@@ -178,14 +185,28 @@ class RowsAndFiller(Dataset):
         return {**filler, "position_ids": [0, 1]} if "position_ids" in first else filler
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """What a loader reads, one micro-batch after the other; for an empty one the row after the last."""
+
+    steps: RankSteps
+    filler: int
+
+    def __len__(self) -> int:
+        return (len(self.steps) - 1) * self.steps.share.accumulation + len(self.steps[-1])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch or [self.filler] for step in self.steps for batch in step)
+
+
 def make_loader(
-    rows: Sequence[dict[str, list[int]]], micro_batches: list[list[int]], pad_token_id: int, num_workers: int = 0
+    rows: Sequence[dict[str, list[int]]], steps: RankSteps, pad_token_id: int, num_workers: int = 0
 ) -> DataLoader:
-    """A loader of these micro-batches, in order. An empty one becomes a filler: a row of two tokens without labels."""
-    sampler = [batch or [len(rows)] for batch in micro_batches]
+    """A loader of the micro-batches of these steps, in order. An empty one becomes a filler: a row of two tokens
+    without labels."""
     return DataLoader(
         RowsAndFiller(rows),
-        batch_sampler=sampler,
+        batch_sampler=MicroBatches(steps, len(rows)),
         collate_fn=partial(collate_packed if "position_ids" in rows[0] else collate, pad_token_id=pad_token_id),
         num_workers=num_workers,
         # Without its own generator every new iterator draws from the global one, so that an evaluation or a resume

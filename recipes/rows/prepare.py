@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .batches import BatchSizes, Share, Step, count_steps, evaluation_batches, training_steps
 from .formats import FORMATS, as_columns, row_of
-from .packing import pack_rows
+from .packing import PackedRows, pack_rows
 from .sources import load_rows, open_stream, source_notes
 from .streaming import Stream, stream_steps
 from .tokenizing import MAX_LOST, Questions, prompts_and_answers, tokenize_rows, tokenize_window
@@ -63,7 +63,7 @@ class Data:
     pad_token_id: int
     questions: Questions | None = None
     stream: Stream | None = None
-    packed: list[dict[str, Any]] | None = None
+    packed: PackedRows | None = None
 
     @property
     def rows(self) -> Sequence[dict[str, Any]]:
@@ -73,7 +73,7 @@ class Data:
     def pack(self) -> None:
         """Put several documents into one row, under --packing."""
         if self.arguments.packing:
-            self.packed, line = pack_rows(self.train.to_list(), self.arguments.max_length)
+            self.packed, line = pack_rows(self.train, self.arguments.max_length)
             self.lines.append(line)
 
     def count_steps(self, state: dict[str, int]) -> int:

@@ -89,7 +89,7 @@ def repeat(name: str, rows: Dataset, weight: float, generator: np.random.Generat
             "least one row"
         )
     rest = generator.permutation(len(rows))[: round((weight % 1) * len(rows))]
-    return rows.select(np.concatenate([np.tile(np.arange(len(rows)), int(weight)), np.sort(rest)]).astype(int))
+    return concatenate_datasets([rows] * int(weight) + [rows.select(np.sort(rest))] * (len(rest) > 0))
 
 
 def find_parts(name: str, train_split: str, is_streamed: bool = False) -> dict[str, Part]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from datasets import Dataset
 from tqdm import tqdm
 
-from .batches import FIRST_ROW, Share, Step, collate_rows, split_rows
+from .batches import FIRST_ROW, RankSteps, Share, Step, collate_rows
 from .packing import pack_rows
 
 WINDOW = 2000  # records read, tokenised and shuffled at a time
@@ -55,7 +56,7 @@ def stream_steps(
             following = list(itertools.islice(rows, share.rows_per_step))
             first, rows_seen = rows_seen, rows_seen + len(step)
             position = {"epoch": epoch, "rows_seen": rows_seen} if following else {"epoch": epoch + 1, "rows_seen": 0}
-            (mine,) = split_rows(list(range(len(step))), share)
+            (mine,) = RankSteps(range(len(step)), share)
             numbers = [[first + index for index in batch] for batch in mine]
             yield Step([collate_rows(step, batch, pad_token_id) for batch in mine], position, numbers)
             step = following
@@ -83,7 +84,7 @@ def window_rows(stream: Stream, seed: int, epoch: int, rank: int, is_reported: b
         except (ValueError, OSError) as error:
             stop(error, rank)
         if stream.packed_length and rows:
-            rows, _ = pack_rows(rows, stream.packed_length)
+            rows, _ = pack_rows(Dataset.from_list(rows), stream.packed_length)
         generator = torch.Generator().manual_seed(seed + 1_000_003 * epoch + 7919 * number)
         for index in torch.randperm(len(rows), generator=generator).tolist():
             yield rows[index]

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from filelock import FileLock
@@ -25,7 +26,8 @@ from .private_datasets import fingerprint
 MAX_LOST = 0.1  # share of rows that may lose their whole answer to max_length without --allow_lost_rows
 NO_END = "the model will not learn to stop; check the chat template and the tokenizer's eos_token"
 SHOWN, LISTED = 5, 100  # bad rows that an error shows, and that --skip_bad_rows lists
-BATCH = 500
+BATCH, ROWS_AT_ONCE = 500, 10_000  # rows that become tokens, and rows of tokens, at a time
+TOKENS = {name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "labels")}
 VERSION = 4  # raise when the same row would be tokenised in another way: cached results are then made again
 
 
@@ -69,12 +71,31 @@ def tokenize_rows(
             new_fingerprint=key,
             cache_file_name=str(cache / f"tokenized-{key}.arrow"),
             features=datasets.Features(
-                {"input_ids": datasets.List(datasets.Value("int32")), "labels": datasets.List(datasets.Value("int32"))}
-                | {"state": datasets.Value("string"), "problem": datasets.Value("large_string")}
+                TOKENS | {"state": datasets.Value("string"), "problem": datasets.Value("large_string")}
             ),
             desc=f"tokenising {which} rows",
         )
-    return judge(made, which, max_length, num_rows=len(rows), skip_bad=skip_bad_rows, allow_lost=allow_lost_rows)
+        table = made.with_format("arrow")[:]  # as it lies on disk
+        kept = made.remove_columns(["state", "problem"])
+        if not pc.all(pc.starts_with(table["state"], "kept")).as_py():
+            # Written once more without the others: a selection looks up each row in Python whenever rows are read.
+            kept = made.with_format("arrow").map(
+                kept_of,
+                batched=True,
+                batch_size=ROWS_AT_ONCE,
+                remove_columns=made.column_names,
+                new_fingerprint=f"{key}-kept",
+                cache_file_name=str(cache / f"tokenized-{key}-kept.arrow"),
+                features=datasets.Features(TOKENS),
+                desc=f"keeping {which} rows",
+            )
+    line = judge(table, which, max_length, kept, skip_bad=skip_bad_rows, allow_lost=allow_lost_rows, num_rows=len(rows))
+    return kept.with_format(None), line
+
+
+def kept_of(table: pa.Table) -> pa.Table:
+    """What can be learnt of some rows."""
+    return table.filter(pc.starts_with(table["state"], "kept")).select(list(TOKENS))
 
 
 def tokenize_window(
@@ -107,21 +128,21 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def judge(
-    made: Dataset, which: str, max_length: int, *, num_rows: int, skip_bad: bool, allow_lost: bool
-) -> tuple[Dataset, str]:
-    """Keep what can be learnt, say what happened to the rest, and stop where it is too much."""
-    states = made["state"][:]
-    counts = Counter(state for state in states for state in state.split())
-    problems = [problem for problem in made["problem"][:] if problem]
+    table: pa.Table, which: str, max_length: int, kept: Dataset, *, skip_bad: bool, allow_lost: bool, num_rows: int
+) -> str:
+    """Say what is kept and what happened to the rest, and stop where it is too much."""
+    counts: Counter[str] = Counter()
+    for found in pc.value_counts(table["state"]).to_pylist():
+        counts.update(dict.fromkeys(found["values"].split(), found["counts"]))
+    problems = table["problem"].filter(pc.not_equal(table["problem"], ""))
     listed = LISTED if skip_bad else SHOWN
-    shown = "\n- ".join(problems[:listed] + [f"and {len(problems) - listed:,} more"] * (len(problems) > listed))
+    shown = problems[:listed].to_pylist() + [f"and {len(problems) - listed:,} more"] * (len(problems) > listed)
+    shown = "\n- ".join(shown)
     if problems and not skip_bad:
         fix = "Mend them, or leave them out with --skip_bad_rows."
         raise ValueError(f"{which} data: {len(problems):,} bad row(s) of {num_rows:,}:\n- {shown}\n{fix}")
     formats = {name: counts[name.replace("/", "+")] for name in FORMATS if counts[name.replace("/", "+")]}
     row_format = " and ".join(formats) if len(formats) < 2 else ", ".join(f"{n}: {c:,}" for n, c in formats.items())
-    kept = made.select(np.flatnonzero([state.startswith("kept") for state in states]))
-    kept = kept.remove_columns(["state", "problem"])
     tokens, labels = count_tokens(kept)
     line = f"{which} data: {len(kept):,} rows ({row_format}), {tokens:,} tokens, {labels:,} of them labels"
     words = {
@@ -149,7 +170,7 @@ def judge(
         raise ValueError(f"{line}.\nNo row is left to learn from: check the data; {advice}.")
     if lost > MAX_LOST * num_rows and not allow_lost:
         raise ValueError(f"{line}.\nMore than {MAX_LOST:.0%} of the rows would not be learnt (--allow_lost_rows).")
-    return kept, line
+    return line
 
 
 def count_tokens(rows: Dataset) -> tuple[int, int]:

@@ -76,6 +76,11 @@ def compare_runs(saved: dict[str, Any], run: dict[str, Any]) -> list[str]:
             f"global batch was {saved['rows_per_step']} rows, now {rows}: other losses and another schedule than "
             "without the stop; --gradient_accumulation_steps brings it back"
         )
+    if now["group_by_length"] and saved["rows_seen"] and not saved.get("rows_per_group"):
+        notes.append(
+            "an older version grouped rows by length in another order: until the epoch ends some rows come twice and "
+            "others not"
+        )
     kinds = (("--", before, now), ("YAML ", saved["yaml"], run["yaml"]))
     return notes + [
         f"changed since the checkpoint: {kind}{name} was {old.get(name)}, now {value}"

@@ -76,7 +76,9 @@ class DataArguments:
         default="keep_start", metadata={"help": "Rows over max_length: keep_start, keep_end, drop or split."}
     )
     packing: bool = field(default=False, metadata={"help": "Several documents per row, each seeing only itself."})
-    group_by_length: bool = field(default=False, metadata={"help": "Rows of similar length together, less padding."})
+    group_by_length: bool = field(
+        default=False, metadata={"help": "Rows of similar length in the same step: less padding, ranks wait less."}
+    )
     assistant_only_loss: bool = field(default=True, metadata={"help": "Of a chat, learn the assistant's turns only."})
     completion_only_loss: bool = field(default=True, metadata={"help": "Of a pair, learn the completion only."})
     mask_history: bool = field(default=False, metadata={"help": "Of a chat, learn the last answer only."})

@@ -4,7 +4,8 @@
     make bench ARGS=preparing     other sections
     make bench-ladder             what each dial of the scenario scripts buys and costs
 
-All but checkpoints and ladder compare with TRL where it is installed, for instance beside the virtual environment:
+All but checkpoints, ladder, planner and scale compare with TRL where it is installed, for instance beside the virtual
+environment:
     pip install --target trl-for-bench --no-deps trl==1.16.0
     PYTHONPATH=trl-for-bench make bench
 """
@@ -31,6 +32,7 @@ from bench_checkpoint import checkpoints
 from bench_contenders import contenders
 from bench_ladder import ladder
 from bench_planner import planner
+from bench_scale import scale
 from rows.packing import pack_rows, plan_packing
 from rows.sources import load_rows
 from rows.tokenizing import tokenize_rows
@@ -86,7 +88,7 @@ def packing() -> Iterator[str]:
 def packers(lengths: np.ndarray) -> dict[str, Callable[[], int]]:
     """What to measure, ours first: functions that return the number of rows, with their input made beforehand."""
     packers = {
-        "plan_packing (ours)": lambda: len(plan_packing(lengths, MAX_LENGTH)),
+        "plan_packing (ours)": lambda: len(plan_packing(lengths, MAX_LENGTH)[1]) - 1,
         "first fit, in order": lambda: first_fit(lengths),
         "next fit, in order": lambda: next_fit(lengths),
     }
@@ -127,7 +129,7 @@ def preparing() -> Iterator[str]:
             rows, _ = load_rows([str(rows_file)], "train", "test")
             kept, _ = tokenize_rows(rows, tokenizer, 1024, "train", columns=columns)
             read_s = time.perf_counter() - start
-            packed, _ = pack_rows(kept.to_list(), 1024)
+            packed, _ = pack_rows(kept, 1024)
             ours_s = time.perf_counter() - start
             line = (
                 f"{name}: {len(rows):,} rows into {len(packed):,} | ours {ours_s:.2f} s ({read_s:.2f} before packing)"
@@ -232,6 +234,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "preparing": preparing,
     "checkpoints": checkpoints,
     "planner": planner,
+    "scale": scale,
 }
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import torch
-from rows.batches import Share, collate, split_rows
+from rows.batches import RankSteps, Share, collate
 from rows.packing import collate_packed
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -77,6 +77,6 @@ def my_batches(loop: Loop, rank: int) -> Iterator[list[dict[str, torch.Tensor]]]
     """This rank's micro-batches of each step, collated as the recipes do."""
     rows = make_rows(loop)
     make_batch = partial(collate_packed if loop.rows == "packed" else collate, pad_token_id=0)
-    split = split_rows(list(range(len(rows))), Share(loop.micro_batch_size, loop.accumulation, rank, loop.processes))
-    for step in split:
+    share = Share(loop.micro_batch_size, loop.accumulation, rank, loop.processes)
+    for step in RankSteps(range(len(rows)), share):
         yield [make_batch([rows[index] for index in micro_batch]) for micro_batch in step]

@@ -2,11 +2,16 @@
 
 import itertools
 import math
+import pickle
 import random
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, concatenate_datasets, load_from_disk
+from rows.batches import Share, training_steps
 from rows.packing import (
     best_fit_fills,
     collate_packed,
@@ -48,6 +53,19 @@ def lengths_of(kind: str, num_documents: int, max_length: int) -> np.ndarray:
     return np.clip(values, 1, max_length).astype(np.int64)
 
 
+def rows_of_plan(lengths: np.ndarray | list[int], max_length: int) -> list[list[int]]:
+    """The documents of each row of a plan."""
+    documents, starts = plan_packing(lengths, max_length)
+    assert starts[0] == 0 and starts[-1] == len(documents)
+    return [part.tolist() for part in np.split(documents, starts[1:-1])]
+
+
+def pack(rows: list[dict[str, list[int]]], max_length: int) -> tuple[list[dict[str, list[int]]], str]:
+    """pack_rows, with all its rows read."""
+    packed, line = pack_rows(Dataset.from_list(rows), max_length)
+    return list(packed), line
+
+
 def check_plan(bins: list[list[int]], lengths: np.ndarray, max_length: int) -> None:
     """Every document once, no row over the limit, and the order that plan_packing promises."""
     documents = np.fromiter(itertools.chain.from_iterable(bins), dtype=np.int64)
@@ -67,22 +85,22 @@ def token_bound(lengths: np.ndarray, max_length: int) -> int:
 @pytest.mark.parametrize("kind", ["sample", "chats", "uniform", "tiny", "thirds", "bimodal"])
 def test_rows_are_few_and_every_document_is_in_one(kind: str, max_length: int) -> None:
     lengths = lengths_of(kind, 20_000, max_length)
-    bins = plan_packing(lengths, max_length)
+    bins = rows_of_plan(lengths, max_length)
     check_plan(bins, lengths, max_length)
     assert len(bins) <= token_bound(lengths, max_length)
-    assert bins == plan_packing(lengths.tolist(), max_length)
+    assert bins == rows_of_plan(lengths.tolist(), max_length)
 
 
 @pytest.mark.parametrize("max_length", [512, 5001])
 def test_documents_over_half_a_row_get_a_row_each(max_length: int) -> None:
     lengths = lengths_of("half", 20_000, max_length)
-    assert plan_packing(lengths, max_length) == [[index] for index in range(20_000)]
+    assert rows_of_plan(lengths, max_length) == [[index] for index in range(20_000)]
 
 
 @pytest.mark.parametrize("kind", ["chats", "thirds"])
 def test_a_million_documents_are_planned(kind: str) -> None:
     lengths = lengths_of(kind, 1_000_000, 2048)
-    bins = plan_packing(lengths, 2048)
+    bins = rows_of_plan(lengths, 2048)
     check_plan(bins, lengths, 2048)
     assert len(bins) <= token_bound(lengths, 2048)
 
@@ -110,7 +128,7 @@ def test_small_cases_agree_with_best_fit_one_by_one() -> None:
         for longest_first in (True, False):
             fills = exact_fills(*counted, max_length, longest_first)
             assert sum(bins * per_bin for _, _, bins, per_bin in fills) == len(lengths)
-        bins = plan_packing(lengths, max_length)
+        bins = rows_of_plan(lengths, max_length)
         check_plan(bins, lengths, max_length)
         assert math.ceil(lengths.sum() / max_length) <= len(bins) <= textbook
 
@@ -119,7 +137,7 @@ def test_small_cases_agree_with_best_fit_one_by_one() -> None:
 def test_lengths_at_the_limit_survive_the_coarse_search(max_length: int) -> None:
     """Over 2,048 tokens the search counts in units of several, of which a document at the limit may need one more."""
     lengths = np.append(lengths_of("thirds", 3000, max_length), [max_length, max_length - 1] * 5)
-    bins = plan_packing(lengths, max_length)
+    bins = rows_of_plan(lengths, max_length)
     check_plan(bins, lengths, max_length)
     assert len(bins) < num_bins(best_fit_fills(*count_sizes(lengths), max_length)), "the search was not needed"
 
@@ -134,13 +152,13 @@ def test_lengths_at_the_limit_survive_the_coarse_search(max_length: int) -> None
 )
 def test_documents_that_cannot_be_packed_are_named(lengths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_packing(lengths, 8)
+        rows_of_plan(lengths, 8)
 
 
 def test_a_label_too_few_is_an_error() -> None:
     rows = [{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]}]
     with pytest.raises(ValueError, match="index 1 has 2 tokens and 1 labels"):
-        pack_rows(rows, 8)
+        pack(rows, 8)
 
 
 def make_rows(lengths: list[int], seed: int = 0) -> list[dict[str, list[int]]]:
@@ -164,7 +182,7 @@ def split_packed(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
 
 def test_packed_rows_hold_the_documents_and_as_many_labels() -> None:
     rows = make_rows([7, 2, 1, 30, 3, 3, 12, 1, 9, 30] * 5)
-    packed, line = pack_rows(rows, 32)
+    packed, line = pack(rows, 32)
     found = [document for row in packed for document in split_packed(row)]
     assert all(document["labels"][0] == IGNORE_INDEX for document in found)
     expected = [{**row, "labels": [IGNORE_INDEX, *row["labels"][1:]]} for row in rows]
@@ -175,12 +193,67 @@ def test_packed_rows_hold_the_documents_and_as_many_labels() -> None:
     tokens = sum(len(row["input_ids"]) for row in rows)
     ratio = tokens / (32 * len(packed))
     assert line == f"packing: 50 rows into {len(packed)} rows of at most 32 tokens, {tokens} tokens, {ratio:.1%} filled"
-    assert pack_rows(rows, 32) == (packed, line)
+    assert pack(rows, 32) == (packed, line)
+
+
+def packed_by_hand(rows: list[dict[str, list[int]]], bins: list[list[int]]) -> list[dict[str, list[int]]]:
+    """The rows of a plan, token by token."""
+    packed = []
+    for documents in bins:
+        row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "documents": documents}
+        for document in documents:
+            for position, (token, label) in enumerate(zip(rows[document]["input_ids"], rows[document]["labels"])):
+                row["input_ids"].append(token)
+                row["labels"].append(label if position else IGNORE_INDEX)
+                row["position_ids"].append(position)
+        packed.append(row)
+    return packed
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_packed_rows_are_put_together_when_read_from_a_plan_of_few_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shuffled: bool
+) -> None:
+    """Counted: rows read and converted while planning, bytes kept per document; also from a data set of many pieces."""
+    rows = make_rows(lengths_of("chats", 3000, 300).tolist())
+    concatenate_datasets([Dataset.from_list(rows[at : at + 700]) for at in range(0, 3000, 700)]).save_to_disk(tmp_path)
+    data = load_from_disk(str(tmp_path))
+    if is_shuffled:
+        order = np.random.default_rng(2).permutation(3000)
+        data, rows = data.select(order), [rows[at] for at in order]
+    reads = Counter()
+    for name in ("__getitem__", "__getitems__", "__iter__", "to_list", "to_dict"):
+        function = getattr(Dataset, name)
+        monkeypatch.setattr(
+            Dataset, name, lambda *args, name=name, function=function: (reads.update([name]), function(*args))[1]
+        )
+    packed, _ = pack_rows(data, 300)
+    assert not reads
+    arrays = [value for value in vars(packed).values() if isinstance(value, np.ndarray)]
+    assert len(arrays) == 2 and sum(array.nbytes for array in arrays) <= 20 * len(rows)
+    assert packed[0] == packed[-len(packed)] and reads == {"__getitem__": 2}
+    with pytest.raises(IndexError):
+        packed[len(packed)]
+    expected = packed_by_hand(rows, rows_of_plan([len(row["labels"]) for row in rows], 300))
+    assert list(packed) == expected and list(pickle.loads(pickle.dumps(packed))) == expected
+    if not is_shuffled:  # else the order is in memory as well
+        assert len(pickle.dumps(packed)) < 20 * len(rows) + 10_000, "tokens were pickled"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_steps_of_packed_rows_say_their_documents_and_are_the_same_from_workers(num_workers: int) -> None:
+    rows = make_rows([7, 2, 1, 30, 3, 3, 12, 1, 9, 30])
+    packed, _ = pack_rows(Dataset.from_list(rows), 32)
+    steps = training_steps(packed, Share(2, 1, 0, 1), seed=0, pad_token_id=PAD, num_workers=num_workers)
+    for _ in range(-(-len(packed) // 2)):
+        (batch,), _, (documents,) = next(steps)
+        chosen = packed_by_hand(rows, documents)
+        assert all(torch.equal(batch[name], values) for name, values in collate_packed(chosen, PAD).items())
 
 
 def test_an_end_of_text_inside_a_document_does_not_cut_it() -> None:
     rows = [{"input_ids": [5, PAD, 6], "labels": [5, PAD, 6]}, {"input_ids": [7, PAD], "labels": [7, PAD]}]
-    packed, _ = pack_rows(rows, 6)
+    packed, _ = pack(rows, 6)
     assert packed == [
         {
             "input_ids": [5, PAD, 6, 7, PAD],
@@ -197,8 +270,8 @@ def test_an_end_of_text_inside_a_document_does_not_cut_it() -> None:
 
 def packed_case(num_rows: int) -> tuple[list[dict[str, list[int]]], dict[str, torch.Tensor]]:
     """Packed rows of 22 tokens and, for two, of 13: the second is padded. Returns (packed rows, batch)."""
-    packed = pack_rows(make_rows([9, 6, 1, 5, 1]), 22)[0][:1]
-    packed += pack_rows(make_rows([8, 5], seed=1), 22)[0]
+    packed = pack(make_rows([9, 6, 1, 5, 1]), 22)[0][:1]
+    packed += pack(make_rows([8, 5], seed=1), 22)[0]
     if num_rows == 1:  # padded as well, as a row that is collated with a longer one
         packed = [packed[1], packed[0]]
         batch = {name: values[:1] for name, values in collate_packed(packed, PAD).items()}
@@ -273,7 +346,7 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_documents(
     """The loss within 1e-6 and gradients within 1e-5, relative: fp32 sums in another order."""
     model = llama(attention, is_training, recomputes)
     documents = make_rows([9, 6, 1, 5, 1, 8, 5, 12, 3])
-    packed, _ = pack_rows(documents, 22)
+    packed, _ = pack(documents, 22)
     assert len(packed) == 3
 
     def loss_and_gradients(batches: list[dict[str, torch.Tensor]]) -> tuple[float, torch.Tensor]:
@@ -291,18 +364,18 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_documents(
 
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16, 803, 4000])
 def test_length_grouped_order_has_every_row_once(num_rows: int) -> None:
-    lengths = np.random.default_rng(5).permutation(num_rows).tolist()
-    order = length_grouped_order(lengths, 8, seed=3, epoch=0)
+    lengths = np.random.default_rng(5).permutation(num_rows)
+    order = length_grouped_order(lengths, 8, seed=3, epoch=0).tolist()
     assert sorted(order) == list(range(num_rows))
-    assert order == length_grouped_order(lengths, 8, seed=3, epoch=0)
+    assert order == length_grouped_order(lengths, 8, seed=3, epoch=0).tolist()
     assert max(lengths) == max(lengths[row] for row in order[:8]), "the longest row is not in the first group"
-    assert num_rows < 16 or order != length_grouped_order(lengths, 8, seed=3, epoch=1)
+    assert num_rows < 16 or order != length_grouped_order(lengths, 8, seed=3, epoch=1).tolist()
 
 
 def test_length_grouped_order_saves_padding_and_mixes_the_groups() -> None:
     """Against random order; and the length of groups shows no trend, with 500 of them within 4 standard errors."""
     lengths = lengths_of("chats", 4003, 2048)
-    order = length_grouped_order(lengths.tolist(), 8, seed=0, epoch=0)
+    order = length_grouped_order(lengths, 8, seed=0, epoch=0)
 
     def padded_tokens(order: list[int]) -> int:
         return sum(8 * lengths[order[i : i + 8]].max() for i in range(0, 4000, 8))
@@ -318,7 +391,7 @@ def test_length_grouped_order_saves_padding_and_mixes_the_groups() -> None:
 def test_length_grouped_order_differs_by_epoch_and_follows_no_length_inside_a_group(num_rows: int) -> None:
     """Where the longest row of a group stands: uniform over its eight parts, within 4 standard errors of 40 epochs."""
     lengths = lengths_of("chats", num_rows, 2048)
-    orders = [length_grouped_order(lengths.tolist(), 64, seed=0, epoch=epoch) for epoch in range(40)]
+    orders = [length_grouped_order(lengths, 64, seed=0, epoch=epoch).tolist() for epoch in range(40)]
     assert len({tuple(order) for order in orders}) == len({tuple(order[:20]) for order in orders}) == 40
     pieces = {frozenset(order[start : start + 8]) for order in orders for start in range(0, 16, 8)}
     assert len(pieces) > 16, "the same rows meet in every epoch"
@@ -334,7 +407,7 @@ def test_length_grouped_order_differs_by_epoch_and_follows_no_length_inside_a_gr
 def test_length_grouped_order_pads_small_micro_batches_less_than_random_order() -> None:
     for num_rows, share in ((200, 0.5), (3600, 0.2)):
         lengths = lengths_of("chats", num_rows, 2048)
-        order = length_grouped_order(lengths.tolist(), 64, seed=0, epoch=0)
+        order = length_grouped_order(lengths, 64, seed=0, epoch=0)
         for micro in (2, 4, 8):
             padded = [
                 sum(micro * lengths[chosen[i : i + micro]].max() for i in range(0, num_rows // 64 * 64, micro))

@@ -3,28 +3,35 @@
 import copy
 import itertools
 import json
+import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from datasets.formatting import formatting
 from rows.batches import (
     FIRST_ROW,
+    RankSteps,
     Share,
+    Step,
     collate,
     count_steps,
     evaluation_batches,
+    make_loader,
     shuffled_order,
-    split_rows,
     training_steps,
 )
 from rows.formats import read_chat
 from rows.labels import encode_all
+from rows.packing import list_lengths
 from rows.tokenizing import tokenize_rows, tokenizer_key
+from saving.state import data_hash
 from token_rows import CASES, HEADERS, PROMPT, TEMPLATE, learnt, llama3_like, read, tokenizer_of, toy_tokenizer, write
 from tokenizers import processors
 from training.losses import IGNORE_INDEX, micro_batch_loss, num_label_tokens, token_loss_sum
@@ -660,6 +667,35 @@ def test_missing_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_second_start_keeps_and_makes_nothing_per_row_in_python(
+    monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    """Counted: at most two numpy integers a row at a time (a Python list of rows has 8 bytes for a place alone); every
+    column of tokens is read off the disk as it lies there, also where rows that are too long were left out."""
+    looked_up: list[Any] = []
+    from_indices = formatting._query_table_with_indices_mapping
+    monkeypatch.setattr(
+        formatting, "_query_table_with_indices_mapping", lambda *args: looked_up.append(args) or from_indices(*args)
+    )
+
+    def second_start(count: int) -> int:
+        texts = ["a" * 20 if not is_whole and number % 50 == 7 else f"ab {number % 9}" for number in range(count)]
+        rows = Dataset.from_dict({"text": texts})
+        expected, line = tokenize_rows(rows, toy_tokenizer(), 16, "train", "drop")
+        tracemalloc.start()
+        kept, again = tokenize_rows(rows, toy_tokenizer(), 16, "train", "drop")
+        digest, lengths = data_hash(kept), list_lengths(kept, "labels")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert line == again and digest == data_hash(Dataset.from_list(expected.to_list()))
+        assert lengths.tolist() == [len(row["labels"]) for row in kept] and len(kept) == count - texts.count("a" * 20)
+        return peak
+
+    few, many = second_start(2000), second_start(42_000)
+    assert many - few < 16 * 40_000 and not looked_up
+
+
 # --- which rows each rank takes
 
 SIZES = [
@@ -673,7 +709,7 @@ SIZES = [
 
 def test_every_row_is_taken_once_and_every_rank_runs_as_many_micro_batches() -> None:
     for n, micro, accumulation, world in SIZES:
-        ranks = [split_rows(list(range(n)), Share(micro, accumulation, rank, world)) for rank in range(world)]
+        ranks = [RankSteps(range(n), Share(micro, accumulation, rank, world)) for rank in range(world)]
         taken = [row for steps in ranks for step in steps for batch in step for row in batch]
         assert sorted(taken) == list(range(n)), (n, micro, accumulation, world)
         for steps in zip(*ranks, strict=True):
@@ -688,23 +724,23 @@ def test_a_step_takes_the_same_rows_on_any_number_of_ranks() -> None:
         order = shuffled_order(n, seed=3, epoch=1)
         by_split = []
         for micro, accumulation, world in [(1, 8, 1), (8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 1, 4), (1, 1, 8)]:
-            ranks = [split_rows(order, Share(micro, accumulation, rank, world)) for rank in range(world)]
+            ranks = [RankSteps(order, Share(micro, accumulation, rank, world)) for rank in range(world)]
             by_split.append([sorted(itertools.chain(*itertools.chain(*steps))) for steps in zip(*ranks, strict=True)])
         assert all(steps == by_split[0] for steps in by_split), n
 
 
 def test_no_micro_step_is_empty_on_every_rank() -> None:
     for n, micro, accumulation, world in SIZES:
-        ranks = [split_rows(list(range(n)), Share(micro, accumulation, rank, world)) for rank in range(world)]
+        ranks = [RankSteps(range(n), Share(micro, accumulation, rank, world)) for rank in range(world)]
         for steps in zip(*ranks, strict=True):
             assert all(any(batches) for batches in zip(*steps, strict=True))
 
 
 def test_order_is_a_permutation_that_differs_between_epochs_and_seeds() -> None:
-    orders = [shuffled_order(50, seed, epoch) for seed, epoch in [(0, 0), (0, 1), (7, 0), (7, 1)]]
+    orders = [shuffled_order(50, seed, epoch).tolist() for seed, epoch in [(0, 0), (0, 1), (7, 0), (7, 1)]]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert all(first != second for first, second in itertools.combinations(orders, 2))
-    assert shuffled_order(50, 7, 1) == orders[3]
+    assert shuffled_order(50, 7, 1).tolist() == orders[3]
 
 
 def test_order_does_not_touch_or_read_the_global_random_state() -> None:
@@ -713,7 +749,7 @@ def test_order_does_not_touch_or_read_the_global_random_state() -> None:
     first = shuffled_order(50, 0, 0)
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(2)
-    assert shuffled_order(50, 0, 0) == first
+    assert np.array_equal(shuffled_order(50, 0, 0), first)
 
 
 def make_rows(n: int) -> list[dict[str, list[int]]]:
@@ -765,6 +801,66 @@ def test_training_reads_every_row_once_per_epoch_in_another_order_each_time() ->
     assert len({tuple(map(tuple, taken[i : i + 3])) for i in (0, 3, 6)}) == 3
     assert [position["epoch"] for position in positions] == [0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert positions[2] == {"epoch": 1, "rows_seen": 0}
+
+
+def lengths_in_step(steps: Iterator[Step]) -> list[int]:
+    return [int(size) for batch in next(steps).micro_batches for size in batch["attention_mask"].sum(1)]
+
+
+def test_rows_grouped_by_length_are_those_of_one_step_and_none_is_read_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 lengths, each 16 times: the rows of a step of 16 differ less than any 16 of a group of 64 in random order."""
+    rows = [{"input_ids": [1] * (1 + i % 64), "labels": [1] * (1 + i % 64)} for i in range(1024)]
+    data, reads, read = Dataset.from_list(rows), [], Dataset.__getitem__
+    monkeypatch.setattr(Dataset, "__getitem__", lambda self, key: (reads.append(key), read(self, key))[1])
+    options = {"seed": 0, "pad_token_id": 0, "group_by_length": True}
+    ranks = [training_steps(data, Share(2, 2, rank, 4), **options) for rank in range(4)]
+    alone = training_steps(data, Share(16, 1, 0, 1), **options)
+    spread = []
+    for _ in range(64):
+        sizes = [size for rank in ranks for size in lengths_in_step(rank)]
+        assert sorted(sizes) == sorted(lengths_in_step(alone))
+        spread.append(max(sizes) - min(sizes))
+    assert np.mean(spread) < 6
+    assert len(reads) == 2 * 1024 + 5  # each row once per epoch, and of each loader the first: is it packed?
+
+
+@pytest.mark.parametrize("after_steps", [1, 3, 4])
+def test_an_epoch_grouped_by_length_goes_on_in_its_order_under_another_global_batch(after_steps: int) -> None:
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in range(1, 38)]
+    data, options = Dataset.from_list(rows), {"seed": 0, "pad_token_id": 0, "group_by_length": True}
+
+    def taken(steps: Iterator[Step], until: dict[str, int]) -> tuple[list[int], dict[str, int]]:
+        seen: list[int] = []
+        for step in steps:
+            seen += itertools.chain(*step.rows)
+            if step.position == until:
+                return seen, step.position
+        raise AssertionError
+
+    whole, end = taken(training_steps(data, Share(8, 1, 0, 1), **options), {"epoch": 1, "rows_seen": 0})
+    assert sorted(whole) == list(range(37))
+    stop = {"epoch": 0, "rows_seen": 8 * after_steps, "rows_per_group": 8}
+    first, position = taken(training_steps(data, Share(8, 1, 0, 1), **options), stop)
+    position = {"epoch": 0, "rows_seen": len(first) + 3, "rows_per_group": 8}
+    middle, position = taken(training_steps(data, Share(3, 1, 0, 1), stop, **options), position)
+    rest, position = taken(training_steps(data, Share(5, 1, 0, 1), position, **options), end)
+    assert first + middle + rest == whole
+    after = [list(next(training_steps(data, Share(5, 1, 0, 1), at, **options)).rows[0]) for at in (position, end)]
+    assert after[0] == after[1] and len(after[0]) == 5
+
+
+def test_steps_of_an_epoch_are_cut_from_one_array_when_they_are_asked_for() -> None:
+    """Counted in bytes of Python's, beside the array of the order: as good as none, whatever was seen before."""
+    tracemalloc.start()
+    order = shuffled_order(1_000_000, seed=0, epoch=0)
+    for rows_seen in (0, 900_000):
+        steps = RankSteps(order[rows_seen:], Share(2, 2, 1, 4))
+        assert np.shares_memory(steps.order, order) and len(steps) == -(-(1_000_000 - rows_seen) // 16)
+        assert steps[1] == [order[rows_seen + at : rows_seen + at + 2].tolist() for at in (18, 26)]
+    loader = make_loader(Dataset.from_list(make_rows(1)), steps, pad_token_id=0)
+    assert len(loader) == 2 * 6250
+    assert tracemalloc.get_traced_memory()[1] < 300_000
+    tracemalloc.stop()
 
 
 def test_loader_workers_give_the_same_batches() -> None:

@@ -35,7 +35,7 @@ from launching import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saving.folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
-from saving.resume import load_tensors
+from saving.resume import compare_runs, load_tensors
 from saving.state import training_tensors
 from tiny_models import tiny_llama
 from tools.proof.cpu_ranks import run_on_cpu_ranks
@@ -461,6 +461,14 @@ def test_loading_runs_no_code_from_a_checkpoint(rows, whole, tmp_path):
 def test_change_that_would_make_the_run_wrong_stops_it(rows, whole, tmp_path, more, message):
     _, done = resumed(whole, 4, tmp_path, common(rows, *more))
     assert done.codes == [1, 1] and done.output.count(message) == 1
+
+
+def test_rows_that_an_older_version_grouped_by_length_are_said_to_come_in_another_order():
+    arguments = {"seed": 0, "group_by_length": True, "streaming": False, "use_peft": False}
+    facts = {"arguments": arguments, "yaml": {}, "data": "", "frozen": {}, "model": "", "rows_per_step": 8}
+    states = ({"rows_seen": 8}, {"rows_seen": 8, "rows_per_group": 8}, {"rows_seen": 0})
+    notes = [compare_runs(facts | state, facts) for state in states]
+    assert [len(lines) for lines in notes] == [1, 0, 0] and "in another order" in notes[0][0]
 
 
 def test_other_model_stops_the_run(rows, whole, tmp_path):

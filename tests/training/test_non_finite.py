@@ -15,7 +15,7 @@ import pytest
 import torch
 from in_process import finetune_in_process
 from launching import CONFIGS, RECIPES, small_model
-from rows.batches import Share, shuffled_order, split_rows
+from rows.batches import RankSteps, Share, shuffled_order
 from safetensors.torch import load_file, save_file
 from saving.folder import START, read_manifest
 from tools.diagnosis.finite_hooks import find_non_finite
@@ -103,7 +103,7 @@ def test_module_that_overflows_is_named_exactly_once_with_the_rows_of_each_rank(
 
 def rows_of(rank, step):
     """The row numbers of a rank's micro-batches in a step, from 1, of the first epoch."""
-    return split_rows(shuffled_order(ROWS, SEED, 0), Share(MICRO, ACCUMULATION, rank, 2))[step - 1]
+    return RankSteps(shuffled_order(ROWS, SEED, 0), Share(MICRO, ACCUMULATION, rank, 2))[step - 1]
 
 
 def replayed(path, tmp_path, *more, world_size=2):
