@@ -46,12 +46,21 @@ from training.launch import (
     make_device_mesh,
     note_stop_signals,
     one_rank_at_a_time,
+    same_everywhere,
     stop_together,
 )
 from training.loss_watch import LossWatch
 from training.losses import num_label_tokens
 from training.metrics import MetricsLog, StepMeter, memory
-from training.model import add_adapters, check_architecture, check_rows, dtype_named, load_model, load_tokenizer
+from training.model import (
+    add_adapters,
+    check_architecture,
+    check_rows,
+    dtype_named,
+    load_model,
+    load_tokenizer,
+    weight_files,
+)
 from training.non_finite import NonFiniteSteps
 from training.optimizer import make_optimizer, make_scheduler, prepare
 from training.origin import origin_lines
@@ -85,7 +94,6 @@ def main() -> None:
         accelerator.print("\n".join([*data.lines, preview(data.train, tokenizer, arguments.preview)]))
         return end(accelerator)
 
-    # Where the run stands: at its start, or where a checkpoint was written.
     with stop_together():
         run = open_run(arguments.output_dir, arguments.resume_from_checkpoint, arguments.check_hashes)
 
@@ -107,6 +115,7 @@ def main() -> None:
     facts = identity_of_run(vars(arguments), as_plain_dict(config), rows_hash, model)
     log = MetricsLog(accelerator, arguments.output_dir, total_steps, run.state["step"])
     with stop_together():
+        same_everywhere({**facts, "state": run.state, "file": weight_files(arguments)})
         resumed = resume(live, run, facts)
     log.say("\nnote: ".join(resumed))
     lines = [*origin_lines(Path(__file__).parent), *data.lines]

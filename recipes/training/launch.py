@@ -6,6 +6,8 @@ import functools
 import gc
 import os
 import signal
+import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -28,9 +30,11 @@ from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
+from .alike import flat, versions
 from .arguments import FinetuneArguments
 from .last_words import tell_launcher, tell_of_crashes
 
+SHOWN = 10  # differences of a rank
 PATIENCE_S = 30.0  # for the other ranks, before a failed one speaks alone
 
 
@@ -141,15 +145,37 @@ def decided_by_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
     return results[0]
 
 
+def same_everywhere(facts: dict[str, Any]) -> None:
+    """Raise ValueError on every rank unless all hold the same facts: it names the ranks that differ from rank 0, their
+    machines and what differs. A fact may be a dictionary of facts. A collective, which no rank may fail before."""
+    own, first = dict(flat(facts)), [dict(flat(facts))]
+    dist.broadcast_object_list(first, group=control_group())
+    names = [name for name in {**first[0], **own} if own.get(name) != first[0].get(name)]
+    lines = [f"{name}: {own.get(name)!r} here, {first[0].get(name)!r} on rank 0" for name in names[:SHOWN]]
+    lines += [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (socket.gethostname(), lines), group=control_group())
+    different = [f"rank {rank} ({machine}): {line}" for rank, (machine, lines) in enumerate(told) for line in lines]
+    if different:
+        fix = "Start every machine with the same YAML, arguments, data, model, libraries and recipe files."
+        raise ValueError("The ranks differ:\n- " + "\n- ".join(different) + f"\n{fix}")
+
+
 def one_rank_at_a_time() -> FileLock:
     """A lock that the ranks of one machine take in turn to load and wrap.
 
     transformers makes a private copy of weights whose keys it merges (experts) or that are not safetensors; taking
-    turns, a machine holds one such copy beside the shards, not one per rank.
+    turns, a machine holds one such copy beside the shards, not one per rank. The lock lies where no other user can
+    make it.
     """
     run = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     run += f"-{os.getpid()}" if os.environ["WORLD_SIZE"] == "1" else ""  # no turns to take, and port 0 in every run
-    return FileLock(Path(tempfile.gettempdir(), f"load-{os.getuid()}-{run}.lock".replace(os.sep, "-")))
+    folder = Path(tempfile.gettempdir(), f"fsdp-recipes-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ValueError(f"{folder} must be a folder that is yours alone (mode 700): remove it, or set TMPDIR")
+    return FileLock(folder / f"load-{run}.lock".replace(os.sep, "-"))
 
 
 def check_processes(config: HookConfig) -> None:
@@ -182,7 +208,7 @@ def make_accelerator(config: HookConfig, arguments: FinetuneArguments | None = N
     reads the loss scale, the trackers and the output folder.
 
     Raises:
-        ValueError: unsupported dtype on this device, processes that do not match, ranks that hold different keys.
+        ValueError: unsupported dtype on this device, processes that do not match, ranks that were started otherwise.
     """
     check_processes(config)
     connect_ranks()
@@ -191,7 +217,9 @@ def make_accelerator(config: HookConfig, arguments: FinetuneArguments | None = N
     plugin.activation_checkpointing = plugin.activation_checkpointing_offload = False
     arguments = FinetuneArguments(report_to=["none"]) if arguments is None else arguments
     trackers = [name for name in arguments.report_to if name != "none"] or None
-    check_same_keys(config)  # before anything that could fail on some ranks only
+    keys = {name: entry["value"] for name, entry in as_plain_dict(config).items()}
+    # Before anything that could fail on some ranks only.
+    same_everywhere({"YAML": keys, "argument": vars(arguments), **versions()})
     is_cpu = device_count() == 0
     accelerator = Accelerator(
         cpu=is_cpu,
@@ -219,19 +247,6 @@ def make_accelerator(config: HookConfig, arguments: FinetuneArguments | None = N
         raise ValueError(f"Accelerate sees {found}, but WORLD_SIZE is {world_size} with FSDP2 asked for. Stopping.")
     assert accelerator.gradient_accumulation_steps == 1, accelerator.gradient_accumulation_steps
     return accelerator
-
-
-def check_same_keys(config: HookConfig) -> None:
-    """Raise ValueError on every rank, naming the keys, if the ranks were started from different YAMLs."""
-    values = {key: entry["value"] for key, entry in as_plain_dict(config).items()}
-    per_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(per_rank, values)
-    for rank, other in enumerate(per_rank):
-        different = [
-            f"{key}: {values[key]!r} here, {other[key]!r} on rank {rank}" for key in values if values[key] != other[key]
-        ]
-        if different:
-            raise ValueError(f"The ranks hold different YAML keys ({config.path}):\n- " + "\n- ".join(different))
 
 
 def make_device_mesh(accelerator: Accelerator) -> DeviceMesh:

@@ -9,6 +9,7 @@ rank at a time, so that a machine holds one such copy.
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from hooks.structure import set_use_cache
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from .arguments import FinetuneArguments
 from .on_demand import tool
@@ -70,6 +72,21 @@ def load_model(arguments: FinetuneArguments) -> nn.Module:
     set_use_cache(model, False)  # a recomputed block would fill the cache a second time
     model.config.dtype = saved_dtype(model)  # what to export in, unless another is named
     return model.train()
+
+
+def weight_files(arguments: FinetuneArguments) -> dict[str, int | str]:
+    """The bytes of each safetensors file that the model was loaded from, of one from the hub its commit too; or why
+    they cannot be told."""
+    name, found = arguments.model_name_or_path, {}
+    try:
+        folder = Path(name)
+        if not folder.is_dir():
+            config = cached_file(name, "config.json", revision=arguments.model_revision, local_files_only=True)
+            folder = Path(config).parent
+            found["commit"] = folder.name
+        return found | {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+    except OSError as error:
+        return {"error": str(error)}
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -127,7 +127,7 @@ def test_ranks_with_different_yamls_stop_and_name_the_keys(tmp_path):
     changed_yaml(tmp_path / "0.yaml")
     changed_yaml(tmp_path / "1.yaml", hook_wrap_blocks_per_unit=2)
     _, output = ranks(tmp_path, config=tmp_path / "{rank}.yaml")
-    assert "The ranks hold different YAML keys" in output and "hook_wrap_blocks_per_unit" in output
+    assert "The ranks differ:" in output and "): YAML hook_wrap_blocks_per_unit: 2 here, 1 on rank 0" in output
 
 
 @pytest.mark.parametrize("option", ["--fail", "--break"])
