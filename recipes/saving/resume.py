@@ -107,19 +107,19 @@ def resume(live: LiveState, run: RunFolder, facts: dict[str, Any]) -> list[str]:
     """
     if run.checkpoint is None:
         return []
-    changes = agreed(lambda: compare_runs(run.manifest, facts))
+    changes = agreed(lambda: compare_runs(run.manifest, facts), live.group)
     notes = load_checkpoint(live, run.checkpoint)
     return [f"resumed from {run.checkpoint}: step {run.state['step']}", *changes, *notes]
 
 
-def agreed(function: Callable[[], list[str]]) -> list[str]:
+def agreed(function: Callable[[], list[str]], group: dist.ProcessGroup) -> list[str]:
     """What a function returns, unless it raises ValueError on a rank: then all raise, before the next collective."""
     result, failure, failures = [], "", [None] * dist.get_world_size()
     try:
         result = function()
     except ValueError as error:
         failure = str(error)
-    dist.all_gather_object(failures, failure)
+    dist.all_gather_object(failures, failure, group=group)
     if any(failures):
         raise ValueError(failure or next(text for text in failures if text))
     return result
@@ -133,7 +133,7 @@ def load_checkpoint(live: LiveState, checkpoint: Path) -> list[str]:
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
     tensors = training_tensors(model, optimizer)
     for kind, held in tensors.items():
-        load_tensors(held, checkpoint / kind)
+        load_tensors(held, checkpoint / kind, live.group)
     take_quantized(model, optimizer, tensors["optimizer"])
     if accelerator.scaler is not None and "scaler" in saved:
         accelerator.scaler.load_state_dict(saved["scaler"])
@@ -161,11 +161,11 @@ def load_best(live: LiveState, checkpoint: Path | None) -> str:
     """Load the weights of a checkpoint alone, and say so; "" where there is none. A collective."""
     if checkpoint is None:
         return ""
-    load_tensors(training_tensors(live.model, live.optimizer)["model"], checkpoint / "model")
+    load_tensors(training_tensors(live.model, live.optimizer)["model"], checkpoint / "model", live.group)
     return f"lowest eval_loss: {checkpoint}, loaded"
 
 
-def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, group: dist.ProcessGroup) -> None:
     """Fill sharded tensors in place from the files of any number of ranks; each reads its own rows. A collective.
 
     Raises:
@@ -177,7 +177,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)  # before the next collective, in which the others would wait
+    dist.all_gather_object(failures, failure, group=group)  # before the next collective, in which the others would wait
     if any(failures):
         rank = next(rank for rank, text in enumerate(failures) if text)
         raise ValueError(unreadable(folder, f"rank {rank}: {failures[rank]}"))
@@ -190,7 +190,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
             f"{wanted.get(name, 'missing')} here ({len(different)} differ). Resume with the model it was saved from."
         )
     try:
-        dcp.load(tensors, storage_reader=reader)
+        dcp.load(tensors, storage_reader=reader, process_group=group)
     except dcp.CheckpointException as error:  # raised on every rank
         what = "; ".join(f"rank {rank}: {wrapped[0]}" for rank, wrapped in error.failures.items())
         raise ValueError(unreadable(folder, what)) from error

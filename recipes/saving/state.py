@@ -4,6 +4,8 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,11 @@ class LiveState:
     optimizer: torch.optim.Optimizer  # Accelerate's, around the one that holds the state
     scheduler: torch.optim.lr_scheduler.LRScheduler
     state: dict[str, Any]
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """Gloo, to wait in for ranks that read unequal shares: NCCL would give up in minutes. A collective at first."""
+        return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element

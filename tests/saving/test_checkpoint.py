@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import yaml
 from in_process import Faults, Run, finetune_in_process
 from launching import (
@@ -36,7 +38,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saving.folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
 from saving.resume import compare_runs, load_tensors
-from saving.state import training_tensors
+from saving.state import LiveState, training_tensors
 from tiny_models import tiny_llama
 from tools.proof.cpu_ranks import run_on_cpu_ranks
 from torch.distributed.fsdp import fully_shard
@@ -490,8 +492,31 @@ def load_other_tensors(folder):
     """Each rank: tensors that the checkpoint does not hold."""
     tensors = {"other.weight": torch.zeros(2)}
     with pytest.raises(ValueError, match=r"holds other tensors than this model: .* \(\d+ differ\)"):
-        load_tensors(tensors, folder)
+        load_tensors(tensors, folder, dist.group.WORLD)
     assert not tensors["other.weight"].any()
+
+
+def test_ranks_wait_for_one_anothers_reads_in_a_group_that_is_patient(whole):
+    """Over NCCL the default group would give up in ten minutes."""
+    assert run_on_cpu_ranks(load_in_a_group, whole / "checkpoint-4" / "model", 2) == 0
+
+
+def load_in_a_group(folder):
+    """Each rank: every collective of a load is in the group of LiveState."""
+    group, seen = LiveState(None, None, None, None, {}).group, []
+    for name in ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list", "all_reduce"):
+        own = getattr(dist, name)
+
+        def noting(*args, own=own, **kwargs):
+            seen.append(kwargs.get("group") is group)
+            return own(*args, **kwargs)
+
+        setattr(dist, name, noting)
+    shapes = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.zeros(facts.size) for name, facts in shapes.items()}
+    load_tensors(tensors, folder, group)
+    assert len(seen) >= 3 and all(seen), seen
+    assert all(tensor.any() for name, tensor in tensors.items() if "norm" in name)
 
 
 def test_other_frozen_weights_stop_the_run(rows, tmp_path):
