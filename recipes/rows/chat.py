@@ -20,7 +20,8 @@ Path = tuple[str | int, ...]  # of a piece of a chat: ("messages", 2, "content")
 WORD = "qzx{}xzq"  # stands in for a piece: no template, language or chat writes it
 MARKERS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 BEGIN, END = WORD.format("begin"), WORD.format("end")
-MARKED = "{% macro marked() %}" + BEGIN + "{{ caller() }}" + END + "{% endmacro %}\n"  # Jinja drops this newline
+MARK = WORD.format("mark")  # a macro
+MARKED = "{% macro " + MARK + "() %}" + BEGIN + "{{ caller() }}" + END + "{% endmacro %}\n"  # Jinja drops this newline
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -179,10 +180,12 @@ def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     if not MARKERS.search(template):
         return None
     # transformers tells of tokens alone, and a token may cross a border.
-    template = MARKED + MARKERS.sub(lambda m: m[1] + ("endcall" if m[2] else "call marked()") + m[3], template)
+    template = MARKED + MARKERS.sub(lambda m: m[1] + ("endcall" if m[2] else f"call {MARK}()") + m[3], template)
     pieces = re.split(f"{BEGIN}|{END}", template_text(example, tokenizer, chat_template=template))
-    ends = list(accumulate(map(len, pieces)))  # of what is no answer and of answers, in turn
-    return "".join(pieces), list(zip(ends[::2], ends[1::2]))
+    text, ends = "".join(pieces), list(accumulate(map(len, pieces)))  # of what is no answer and of answers, in turn
+    if text != template_text(example, tokenizer):
+        raise ValueError("the chat template changes the text of its {% generation %} blocks; cannot mask it")
+    return text, list(zip(ends[::2], ends[1::2]))
 
 
 def marked_spans(

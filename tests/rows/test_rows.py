@@ -252,6 +252,21 @@ def test_generation_markers_of_the_template_in_use_of_several_are_read(llama3_wi
     assert learnt(*tokenize_chat(SHORT, tokenizer), tokenizer) == ["a!<|eot_id|>"] * 2  # without markers: x too
 
 
+def test_template_that_works_on_what_a_marked_block_writes_is_refused() -> None:
+    """The stand-ins of the block's borders would keep what it trims: text that no inference writes."""
+    block = "{% set a %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}{{ a | trim }}"
+    turn = (
+        "{{ m.role + ':' }}{% if m.role == 'assistant' %}" + block + "{% else %}{{ m.content }}{% endif %}{{ '</s>' }}"
+    )
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yo "}]
+    tokenizer = toy_tokenizer(template)
+    assert "assistant:yo</s>" in tokenizer.apply_chat_template(chat, tokenize=False)
+    with pytest.raises(ValueError, match="changes the text of its"):
+        tokenize_chat(chat, tokenizer)
+    tokenize_chat([chat[0], {**chat[1], "content": "yo"}], tokenizer)
+
+
 def test_header_of_an_answer_is_not_learnt_where_the_template_has_no_generation_prompt() -> None:
     tokenizer = toy_tokenizer(TEMPLATE.split("{% if")[0])
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "assistant: b"}]

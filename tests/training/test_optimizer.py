@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training import optimizer as optimizer_module
+from training.arguments import FinetuneArguments
 from training.optimizer import OffloadedAdamW, make_optimizer, parameter_groups, place
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -36,6 +37,22 @@ def test_norms_and_biases_are_not_decayed_and_everything_else_is():
     without = {names[id(parameter)] for parameter in others["params"]}
     assert without == {name for name in names.values() if name.endswith(".bias") or ".ln_" in name}
     assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_each_argument_arrives_where_it_belongs(offloads):
+    """The proof's weights are compared to 5e-5, which swapped betas or no decay stay below in one step."""
+    arguments = FinetuneArguments(
+        learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-7, weight_decay=0.2
+    )
+    config = dataclasses.replace(CONFIG, hook_offload_optimizer=offloads)
+    optimizer = make_optimizer(tiny_llama(), arguments, config)
+    assert type(optimizer) is (OffloadedAdamW if offloads else torch.optim.AdamW)
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.2, 0.0)
+    for group in (decayed, others):
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.95), 1e-7)
+        assert group["fused"] and not group["amsgrad"] and not group["maximize"]
 
 
 def test_model_with_nothing_to_train_is_refused():
