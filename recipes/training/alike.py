@@ -2,14 +2,13 @@
 
 import hashlib
 import inspect
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
-LIBRARIES = ("torch", "accelerate", "transformers", "peft", "datasets")
+LIBRARIES = ("torch", "accelerate", "transformers", "peft")
 OURS = ("__main__", "utils", "hooks", "rows", "training", "saving")  # modules, by the first part of their name
 # Arguments that may be others on another machine: paths, and how many processes it has to spare.
 OF_A_MACHINE = {"config", "accelerate_config", "model_name_or_path", "dataset_name", "output_dir"}
@@ -18,7 +17,7 @@ OF_A_MACHINE |= {"resume_from_checkpoint", "dataset_num_proc", "dataloader_num_w
 
 def versions() -> dict[str, str]:
     """The libraries that training depends on, and our own files as they were loaded."""
-    found = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+    found = {name: version(name) for name in LIBRARIES}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] in OURS:
             with suppress(OSError, TypeError):  # an empty file, or none
