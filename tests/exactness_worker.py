@@ -199,12 +199,10 @@ def train(
     base: HookConfig,
     accelerator: Accelerator,
     expected: Run | None = None,
-    *,
-    script: types.ModuleType = finetune,
     is_compiled: bool = False,
 ) -> Run:
     """A sharded run of a cell, every step from the weights of the expected run, if there is one."""
-    return runs.train(prepared(cell, base, accelerator, is_compiled), cell.config(base), cell.case, expected, script)
+    return runs.train(prepared(cell, base, accelerator, is_compiled), cell.config(base), cell.case, expected)
 
 
 def references_of(cells: Iterable[Cell], base: HookConfig) -> dict[Cell, Run]:

@@ -148,10 +148,10 @@ def decided_by_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
 def same_everywhere(facts: dict[str, Any]) -> None:
     """Raise ValueError on every rank unless all hold the same facts: it names the ranks that differ from rank 0, their
     machines and what differs. A fact may be a dictionary of facts. A collective, which no rank may fail before."""
-    own, first = dict(flat(facts)), [dict(flat(facts))]
-    dist.broadcast_object_list(first, group=control_group())
-    names = [name for name in {**first[0], **own} if own.get(name) != first[0].get(name)]
-    lines = [f"{name}: {own.get(name)!r} here, {first[0].get(name)!r} on rank 0" for name in names[:SHOWN]]
+    own = dict(flat(facts))
+    first = decided_by_rank_0(dict, own)
+    names = [name for name in {**first, **own} if own.get(name) != first.get(name)]
+    lines = [f"{name}: {own.get(name)!r} here, {first.get(name)!r} on rank 0" for name in names[:SHOWN]]
     lines += [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, (socket.gethostname(), lines), group=control_group())
