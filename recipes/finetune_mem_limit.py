@@ -45,7 +45,6 @@ from training.launch import (
     make_accelerator,
     make_device_mesh,
     note_stop_signals,
-    one_rank_at_a_time,
     same_everywhere,
     stop_together,
 )
@@ -57,8 +56,8 @@ from training.model import (
     check_architecture,
     check_rows,
     dtype_named,
-    load_model,
     load_tokenizer,
+    open_model,
     weight_files,
 )
 from training.non_finite import NonFiniteSteps
@@ -97,9 +96,9 @@ def main() -> None:
     with stop_together():
         run = open_run(arguments.output_dir, arguments.resume_from_checkpoint, arguments.check_hashes)
 
-    mesh = make_device_mesh(accelerator)  # by all ranks together, and then they load in turn
+    mesh = make_device_mesh(accelerator)
     set_seed(arguments.seed)  # the same random adapters on every rank
-    with stop_together(), one_rank_at_a_time():
+    with stop_together():
         model = build_model(arguments, config, accelerator, mesh, data)
 
     # The optimizer comes after wrapping and before any forward; the schedule counts its steps, on any number of ranks.
@@ -140,8 +139,8 @@ def main() -> None:
 def build_model(
     arguments: MemLimitArguments, config: HookConfig, accelerator: Accelerator, mesh: DeviceMesh, data: Data
 ) -> nn.Module:
-    """The wrapped model. The order is fixed: load, adapters, then the hooks in the order of hooks/apply.py."""
-    model = load_model(arguments)
+    """The wrapped model. The order is fixed: shapes, adapters, the hooks in the order of hooks/apply.py, weights."""
+    model, weights = open_model(arguments, accelerator.print)  # without memory
     check_rows(model, data.train, data.test)
     check_architecture(model, arguments.packing, accelerator.print)
     model = add_adapters(model, arguments)
@@ -149,6 +148,7 @@ def build_model(
     plan = plan_hooks(model, config)
     dtype, policies = dtype_named(arguments.dtype), precision_policies(config)
     apply_hooks(model, plan, config, mesh, policies, frozen_dtype=dtype)
+    weights.fill(accelerator.device, config.fsdp_offload_params)
     report = report_wrap(model, plan, config, mesh.device_type == "cpu")
     accelerator.print("\n".join(report.lines))
     accelerator.on_main_process(save_report)(report, arguments.output_dir)

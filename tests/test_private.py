@@ -26,7 +26,14 @@ from tools import private_transformers as tools_transformers
 from tools.proof.shrink import build_tiny_model
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    core_model_loading,
+)
 
 PLACES = {
     "hooks/private_accelerate.py",
@@ -111,7 +118,7 @@ def test_every_function_says_which_public_way_was_looked_for():
             if isinstance(node, ast.FunctionDef):
                 functions += 1
                 assert "Public way looked for:" in " ".join(ast.get_docstring(node).split()), (file, node.name)
-    assert functions == 20
+    assert functions == 25
 
 
 # -- hooks/private_torch.py and tools/private_torch.py --
@@ -271,6 +278,39 @@ def test_tensors_on_disk_are_those_that_save_pretrained_writes(tmp_path):
     found = tools_transformers.as_on_disk(model, model.state_dict())
     assert found.keys() == written.keys() != model.state_dict().keys()
     assert all(torch.equal(found[name], written[name]) for name in found)
+
+
+def test_files_are_read_where_the_model_is_built(tmp_path):
+    model = build_tiny_model(AutoConfig.for_model("mixtral"))
+    model.save_pretrained(tmp_path)
+    tensors, seen = load_file(tmp_path / "model.safetensors"), []
+
+    def load(built, state_dict, files, load_config, *others):
+        seen.extend([built, files, load_config])
+        assert all(p.is_meta for p in built.parameters())
+        return private_transformers.read_whole(built, state_dict, files, load_config, *others)
+
+    with private_transformers.opening_with(load):
+        loaded = MixtralForCausalLM.from_pretrained(tmp_path)
+    built, files, load_config = seen
+    assert built is loaded and files == [str(tmp_path / "model.safetensors")]
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in loaded.named_parameters())
+
+    names = loaded.state_dict()
+    found = {key: private_transformers.conversion_of(key, loaded, names, load_config) for key in tensors}
+    assert {name for name, _ in found.values()} == names.keys()
+    assert found["model.norm.weight"] == ("model.norm.weight", [])
+    merged, operations = found["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
+    assert merged == "model.layers.0.mlp.experts.gate_up_proj" and len(operations) == 2  # stacked, then side by side
+    keeps = [[private_transformers.keeps_slices(operation, dim) for operation in operations] for dim in range(3)]
+    assert keeps == [[True, True], [True, False], [True, True]]
+    assert not private_transformers.keeps_slices(core_model_loading.Transpose(), 0)
+
+    piece = {key: tensor + 1 for key, tensor in tensors.items() if ".layers.0." in key}
+    info = private_transformers.load_tensors(loaded, piece, load_config, "cpu")
+    assert not (info.mismatched_keys or info.conversion_errors or info.error_msgs)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name] + (".layers.0." in name)), name
 
 
 def test_overrides_are_what_the_config_says_of_single_layers():

@@ -1,8 +1,8 @@
 """The order in which hooks touch a model, written once: scripts, proof, planner and tests call this.
 
-Load the model and add its adapters first; then recompute, compile, wrap, stored dtypes, here; then make the optimizer,
-before any forward, and hand both to `accelerator.prepare`. Compiled code must hold a block's recompute and lie inside
-its FSDP unit; only what is sharded already is cast, a slice at a time.
+Build the model and add its adapters first; then recompute, compile, wrap, stored dtypes, here; then read its weights,
+if it has none yet; then make the optimizer, before any forward, and hand both to `accelerator.prepare`. Compiled code
+must hold a block's recompute and lie inside its FSDP unit; only what is sharded already is cast, a slice at a time.
 """
 
 from collections.abc import Callable

@@ -168,9 +168,7 @@ def notes(config: HookConfig, is_cpu: bool) -> list[str]:
     """Say which asked-for settings have no effect in this run, or a known price. Printed at the start."""
     found = []
     if config.fsdp_cpu_ram_efficient_loading:
-        found.append(
-            "fsdp_cpu_ram_efficient_loading: no effect; weights are memory-mapped and shared by a machine's ranks"
-        )
+        found.append("fsdp_cpu_ram_efficient_loading: no effect; each rank reads its own slices of the weights' files")
     if config.fsdp_state_dict_type == "FULL_STATE_DICT":
         found.append("fsdp_state_dict_type: FULL_STATE_DICT: no effect; checkpoints are sharded, exported models whole")
     if is_cpu and config.hook_offload_optimizer:

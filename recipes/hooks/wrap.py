@@ -215,7 +215,7 @@ def check_plan(model: nn.Module, units: list[Unit]) -> None:
 def apply_units(model: nn.Module, units: list[Unit], config: HookConfig, mesh: DeviceMesh, policies: Policies) -> None:
     """Shard the model in place: one `fully_shard` per unit, the root last, then the prefetch depth.
 
-    Each rank keeps its slice of every parameter on its own device; a GPU holds one whole unit at most while sharding.
+    Each rank keeps its slice of every parameter on its own device; a model on the meta device stays there.
     """
     pin_memory = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if config.fsdp_offload_params else OffloadPolicy()

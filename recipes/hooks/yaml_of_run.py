@@ -127,7 +127,7 @@ def export_environment(launch: Launch) -> int | None:
     except (ValueError, RuntimeError, AttributeError, TypeError) as error:
         raise ValueError(f"{launch.path}: accelerate refuses this configuration: {error}") from error
     os.environ.update({k: v for k, v in environment.items() if k.startswith((*names, "ACCELERATE_"))})
-    # transformers would look at this one while loading; the recipes load through memory-mapped files instead.
+    # transformers would look at this one while loading; the recipes read slices of the files instead.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # The launcher exports "true" whenever a file is used, even one that asks for no other parallelism.
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"

@@ -1,19 +1,18 @@
 """Tokenizer, model and LoRA adapters, from a local folder or the hub.
 
-Every rank opens the safetensors files in the dtype they were saved in: memory-mapped, so all ranks of a machine share
-one copy in the page cache, and wrapping then copies only a rank's own slices (to fp32 masters where they are trained).
-Families whose keys transformers merges (experts) and files that are not safetensors are copied; the scripts load one
-rank at a time, so that a machine holds one such copy.
+A model is built without memory, with its adapters; its weights are read once it is sharded: weights.py.
 """
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import Dataset
+from hooks.private_transformers import opening_with
 from hooks.structure import set_use_cache
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -22,6 +21,7 @@ from transformers.utils import cached_file
 
 from .arguments import FinetuneArguments
 from .on_demand import tool
+from .weights import Weights
 
 
 def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
@@ -45,25 +45,27 @@ def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(arguments: FinetuneArguments) -> nn.Module:
-    """Load the model on the CPU in training mode with its cache off, as saved on disk.
+def open_model(arguments: FinetuneArguments, say: Callable[[str], object]) -> tuple[nn.Module, Weights]:
+    """The model in training mode with its cache off, without memory, and its weights, which are read once it is sharded
+    (`Weights.fill`). Of files that are not safetensors the model as it was saved, on the CPU.
 
     Raises:
         ValueError: it cannot be loaded, is quantized, or weights are missing on disk and would be random.
     """
-    name = arguments.model_name_or_path
+    name, weights = arguments.model_name_or_path, Weights()
     source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(name, **source)
         check_not_quantized(config)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype="auto",
-            **source,
-            attn_implementation=arguments.attn_implementation,
-            output_loading_info=True,
-        )
+        with opening_with(weights.open):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype="auto",
+                **source,
+                attn_implementation=arguments.attn_implementation,
+                output_loading_info=True,
+            )
     except Exception as error:
         raise ValueError(f"--model_name_or_path {name} could not be loaded: {type(error).__name__}: {error}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
@@ -71,7 +73,10 @@ def load_model(arguments: FinetuneArguments) -> nn.Module:
         raise ValueError(f"--model_name_or_path {name}: {len(bad)} weights are missing or misshapen, such as {bad[0]}.")
     set_use_cache(model, False)  # a recomputed block would fill the cache a second time
     model.config.dtype = saved_dtype(model)  # what to export in, unless another is named
-    return model.train()
+    weights.remember(model)
+    if weights.lock is not None:
+        say(f"note: {name} has no safetensors files: each rank loads the whole model, one at a time on each machine")
+    return model.train(), weights
 
 
 def weight_files(arguments: FinetuneArguments) -> dict[str, int | str]:
@@ -124,7 +129,8 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
     try:
         with warnings.catch_warnings():  # peft 0.21 reads a name that transformers deprecates
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            adapted = get_peft_model(model, config, revision=arguments.model_revision).train()
+            with on_cpu_without_memory(model):
+                adapted = get_peft_model(model, config, revision=arguments.model_revision).train()
     except ValueError as error:
         if "lora_dropout" in str(error):  # adapters of parameters that belong to no layer of their own (experts)
             raise ValueError(f"--lora_dropout {arguments.lora_dropout}: {error} Use --lora_dropout 0.") from error
@@ -132,6 +138,28 @@ def add_adapters(model: nn.Module, arguments: FinetuneArguments) -> nn.Module:
     if os.path.isdir(arguments.model_name_or_path):  # the adapter must find its base from anywhere
         adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(arguments.model_name_or_path)
     return adapted
+
+
+@contextmanager
+def on_cpu_without_memory(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters on the meta device are on the CPU, one number each: peft makes adapters where the weights are,
+    and those need values."""
+    stands_for = {
+        p: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad)
+        for p in model.parameters()
+        if p.is_meta
+    }
+    replace_parameters(model, stands_for)
+    yield
+    replace_parameters(model, {new: nn.Parameter(old.detach(), new.requires_grad) for old, new in stands_for.items()})
+
+
+def replace_parameters(model: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put others in the place of parameters; tied ones stay tied."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in others:
+                setattr(module, name, others[parameter])
 
 
 def check_architecture(model: nn.Module, packing: bool, say: Callable[[str], object]) -> None:

@@ -29,7 +29,7 @@ from saving.resume import load_best
 from saving.state import LiveState
 from torch import nn
 from training.arguments import KINDS, FinetuneArguments, QuietParser
-from training.launch import end, make_accelerator, make_device_mesh, one_rank_at_a_time, stop_together
+from training.launch import end, make_accelerator, make_device_mesh, stop_together
 from training.non_finite import Batch, BegunStep, Rows
 from training.optimizer import make_optimizer, prepare
 from training.progress import Progress
@@ -175,7 +175,7 @@ def main() -> None:
         step = read_step(given.path, accelerator.process_index, accelerator.num_processes)
     mesh = make_device_mesh(accelerator)
     set_seed(arguments.seed)
-    with stop_together(), one_rank_at_a_time():
+    with stop_together():
         share = Share.of(arguments, accelerator.process_index, accelerator.num_processes)
         model = script.build_model(arguments, config, accelerator, mesh, Data(None, None, [], arguments, share, 0))
     with stop_together():

@@ -29,7 +29,7 @@ STAND_IN = "without_mask"
 
 
 def load_without_weights(arguments: FinetuneArguments) -> nn.Module:
-    """The model as training.model.load_model would give it, from its config alone."""
+    """The model as training.model.open_model would give it, from its config alone."""
     source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
     config = AutoConfig.from_pretrained(arguments.model_name_or_path, **source)
     check_not_quantized(config)
