@@ -2,7 +2,7 @@
 
 Each folder holds a model. RESULT gets, by folder's name and from every rank: what differs from the model that
 transformers loads whole, the bytes read of the files, those of the rank's shards, those of its largest unit, and how
-far private memory rose above what it was before.
+far private memory rose above what it was before. With --whole each rank loads the whole model and cuts it, instead.
 """
 
 import json
@@ -80,6 +80,15 @@ def load(folder: str, mesh: object, config: object) -> dict:
     return found | {"rose": peak[0] - before, "different": differences(model, folder)}
 
 
+def load_whole(folder: str, mesh: object, config: object) -> dict:
+    """The same of a rank that loads as transformers does: all of the files."""
+    before, size = private_bytes(), sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").train()
+    loaded = private_bytes()
+    apply_hooks(model, plan_hooks(model, config), config, mesh, precision_policies(config))
+    return {"read": size, "rose": max(loaded, private_bytes()) - before}
+
+
 def differences(model: torch.nn.Module, folder: str) -> list[str]:
     """Names of tensors that are not this rank's slices of the whole model's."""
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -111,12 +120,13 @@ def is_same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def main() -> None:
     result, *folders = sys.argv[1 : sys.argv.index("--accelerate_config")]
+    is_whole = folders[-1] == "--whole"
     weights.safe_open = CountedFile
     config = exact_config(read_hook_config(str(CONFIGS / "default.yaml")))
     accelerator = make_accelerator(config)
     mesh, found = make_device_mesh(accelerator), {}
-    for folder in folders:
-        own = load(folder, mesh, config)
+    for folder in folders[: -1 if is_whole else None]:
+        own = (load_whole if is_whole else load)(folder, mesh, config)
         found[Path(folder).name] = [None] * accelerator.num_processes
         dist.all_gather_object(found[Path(folder).name], own)
     if accelerator.is_main_process:

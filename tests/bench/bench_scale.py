@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import datasets
 import numpy as np
 import pyarrow as pa
+from bench_loading import loading
 from rows import tokenizing
 from rows.batches import Share, shuffled_order, training_steps
 from rows.packing import length_grouped_order, pack_rows
@@ -61,6 +62,7 @@ def scale(sizes: tuple[int, ...] = SIZES) -> Iterator[str]:
     more_s, more = sum(many.values()) - sum(few.values()), found[largest]["peak"] - found[smallest]["peak"]
     yield f"  above the smallest: {more_s:.1f} s, {more_s / largest * 1e6:.2f} us and {more / largest:.0f} bytes a row"
     yield from longest_rows()
+    yield from loading()
 
 
 def longest_rows() -> Iterator[str]:
