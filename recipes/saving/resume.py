@@ -113,15 +113,18 @@ def resume(live: LiveState, run: RunFolder, facts: dict[str, Any]) -> list[str]:
 
 
 def agreed(function: Callable[[], list[str]], group: dist.ProcessGroup) -> list[str]:
-    """What a function returns, unless it raises ValueError on a rank: then all raise, before the next collective."""
-    result, failure, failures = [], "", [None] * dist.get_world_size()
+    """What a function returns, unless it fails on a rank: then all raise, before the next collective."""
+    result, own, failures = [], None, [None] * dist.get_world_size()
     try:
         result = function()
-    except ValueError as error:
-        failure = str(error)
-    dist.all_gather_object(failures, failure, group=group)
+    except BaseException as error:
+        own = error
+    told = "" if own is None else str(own) if isinstance(own, ValueError) else f"{type(own).__name__}: {own}"
+    dist.all_gather_object(failures, told, group=group)
+    if own is not None:
+        raise own
     if any(failures):
-        raise ValueError(failure or next(text for text in failures if text))
+        raise ValueError(next(text for text in failures if text))
     return result
 
 
