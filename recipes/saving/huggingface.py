@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .checkpoint import CheckpointWriter
 from .private_transformers import as_on_disk, never_saved
 
-FILE_BYTES = 5 * 10**9  # of weights; rank 0 holds those of one file, and a block's
+FILE_BYTES = 5 * 10**9  # of weights; rank 0 holds as many
 
 
 def export_model(
@@ -55,9 +55,10 @@ def write_folder(
     """Write weights, cast to `dtype` (an adapter stays fp32), beside config and tokenizer; returns "" or, on every
     rank, why rank 0 could not.
 
-    The ranks gather a block at a time and rank 0 writes it: it never holds more than one file and one block. Tied
-    weights are stored once. What the config says goes with it: switch on first what training has switched off
-    (use_cache). The folder appears when it is complete. `group` waits for rank 0's disk. A collective.
+    The ranks gather a block at a time. Rank 0 holds what goes into one file, and a block of `dtype` twice (gathering
+    copies, and so does taking experts apart): of fp32 masters exported in bf16 that is a file and a block. Tied weights
+    are stored once. What the config says goes with it: switch on first what training has switched off (use_cache). The
+    folder appears when it is complete. In `group` the ranks wait for rank 0's disk. A collective.
     """
     is_adapter = hasattr(model, "peft_config")
     pieces, failure = gathered(model, None if is_adapter else dtype, group), [""]
@@ -99,8 +100,8 @@ def gathered(
     """
     is_adapter = hasattr(model, "peft_config")
     weights = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=is_adapter))
-    left_out = set() if is_adapter else {*(getattr(model, "all_tied_weights_keys", None) or ()), *never_saved(model)}
-    for names in blocks(name for name in weights if name not in left_out):
+    absent = set() if is_adapter else left_out(model)
+    for names in blocks(name for name in weights if name not in absent):
         dist.barrier(group=group)
         piece = {}
         for name in names:
@@ -109,6 +110,11 @@ def gathered(
                 piece[name] = tensor.cpu()
             del tensor  # before the next one
         yield piece
+
+
+def left_out(model: nn.Module) -> set[str]:
+    """Names that no file of a whole model holds: of a tied weight all but one."""
+    return {*(getattr(model, "all_tied_weights_keys", None) or ()), *never_saved(model)}
 
 
 def whole(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
