@@ -18,6 +18,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError
 from saving.folder import MANIFEST, check_files, read_manifest
 from saving.huggingface import blocks, on_disk, write_weights
+from saving.resume import reader_of
 from torch import nn
 from training.model import add_adapters, check_not_quantized, load_tokenizer
 from training.run_files import read_metrics
@@ -155,7 +156,7 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
     Raises:
         ValueError: the checkpoint holds other tensors than the base model.
     """
-    reader = dcp.HuggingFaceStorageReader(str(checkpoint / "model"))
+    reader = reader_of(checkpoint / "model")
     saved = reader.read_metadata().state_dict_metadata
     shapes = {name: tuple(facts.size) for name, facts in saved.items()}
     wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
@@ -178,7 +179,7 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint's folder, whole: for an adapter."""
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = reader_of(folder)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in saved.items()}
     dcp.load(tensors, storage_reader=reader, no_dist=True)
