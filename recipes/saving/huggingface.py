@@ -61,14 +61,17 @@ def write_folder(
     folder appears when it is complete. In `group` the ranks wait for rank 0's disk. A collective.
     """
     is_adapter = hasattr(model, "peft_config")
-    pieces, failure = gathered(model, None if is_adapter else dtype, group), [""]
+    weights = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=is_adapter))  # shards
+    for name in set() if is_adapter else left_out(model):
+        weights.pop(name, None)
+    pieces, failure = gathered(weights, None if is_adapter else dtype, group), [""]
     if dist.get_rank() == 0:
         incomplete, sharded_class = folder.with_name(folder.name + ".incomplete"), type(model)
         try:
             shutil.rmtree(incomplete, ignore_errors=True)
             if is_adapter:
-                weights = {name: tensor for piece in pieces for name, tensor in piece.items()}
-                model.save_pretrained(incomplete, state_dict=weights)
+                adapter = {name: tensor for piece in pieces for name, tensor in piece.items()}
+                model.save_pretrained(incomplete, state_dict=adapter)
             else:
                 # As its own class: a hub model's code is saved, under its name.
                 model.__class__ = next(kind for kind in sharded_class.__mro__ if not issubclass(kind, FSDPModule))
@@ -92,16 +95,13 @@ def write_folder(
 
 
 def gathered(
-    model: nn.Module, dtype: torch.dtype | None, group: dist.ProcessGroup
+    weights: dict[str, torch.Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights that a model's files hold, whole, a block at a time: on rank 0 in host memory, elsewhere {}.
+    """Sharded weights, whole, a block at a time: on rank 0 in host memory, elsewhere {}.
 
-    Each step is a collective, that of FSDP's own group; in `group` the ranks first wait for one that writes.
+    Each step is a collective in FSDP's own group; in `group` the ranks first wait for one that writes.
     """
-    is_adapter = hasattr(model, "peft_config")
-    weights = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=is_adapter))
-    absent = set() if is_adapter else left_out(model)
-    for names in blocks(name for name in weights if name not in absent):
+    for names in blocks(weights):
         dist.barrier(group=group)
         piece = {}
         for name in names:
