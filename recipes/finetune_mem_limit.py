@@ -292,7 +292,7 @@ def finish(
     set_use_cache(live.model, True)  # training had it off
     with stop_together():
         dtype = dtype_named(arguments.dtype) or live.model.config.dtype
-        export_model(live.model, tokenizer, Path(folder, "model"), dtype, live.accelerator.is_main_process)
+        export_model(writer, tokenizer, Path(folder, "model"), dtype, best)
     log.close()
     live.accelerator.print(f"model: {folder}/model | metrics: {log.path}")
     end(live.accelerator)

@@ -45,7 +45,8 @@ from hooks.config import HookConfig, read_hook_config
 from hooks.live import read_units
 from hooks.structure import set_use_cache
 from hooks.wrap import apply_units, plan_units
-from saving.huggingface import export_model
+from saving.folder import patient_group
+from saving.huggingface import write_folder
 from saving.state import LiveState
 from tiny_models import tiny_llama
 from tools.proof import runs
@@ -438,8 +439,7 @@ def run_export(base: HookConfig, accelerator: Accelerator, folder: Path) -> dict
     tokenizer = types.SimpleNamespace(save_pretrained=lambda folder: None)
     model = wrap(cell, base, accelerator)
     set_use_cache(model, True)
-    export_model(model, tokenizer, folder, torch.bfloat16, accelerator.is_main_process)
-    accelerator.wait_for_everyone()
+    assert not write_folder(model, tokenizer, folder, torch.bfloat16, patient_group())
     saved = load_file(folder / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(1, 9)[None]

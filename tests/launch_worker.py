@@ -1,7 +1,8 @@
 """Prints, as one JSON line from rank 0, what the launch path found. Used by test_launch.py instead of a whole recipe.
 
 With `--fail RANK` that rank raises ValueError in a block of stop_together; with `--break RANK` an unexpected error;
-with `--crash RANK` one outside of such a block. `--late RANK`: it ends the block when a failed one has spoken.
+with `--interrupt RANK` it is interrupted there, and with `--exit RANK` (or all) its code exits with status 0; with
+`--crash RANK` it fails outside of such a block. `--late RANK`: it ends the block when a failed one has spoken.
 """
 
 import json
@@ -41,6 +42,10 @@ def main() -> None:
             raise ValueError(f"rank {rank} found a bad row")
         if option("--break") == str(rank):
             raise RuntimeError("an unexpected error")
+        if option("--exit") in (str(rank), "all"):
+            sys.exit(0)
+        if option("--interrupt") == str(rank):
+            raise KeyboardInterrupt
     if option("--crash") == str(rank):
         raise KeyError("nobody expects this")
     with one_rank_at_a_time():

@@ -12,6 +12,8 @@ import gc
 import json
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from hooks.wrap import local
 from tools.planner.planned_step import Request
-from tools.planner.trace_step import Ready, ready, run_step
+from tools.planner.trace_step import ready, run_step
 from tools.proof.cpu_ranks import run_on_cpu_ranks
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
@@ -69,7 +71,7 @@ def true_peak(request: Request) -> dict[str, int]:
         for tensor in map(local, tensors):
             storage = tensor.untyped_storage()
             state[storage.data_ptr()] = storage.nbytes()
-        rises = [highest_rise(it) for _ in range(1 if dist.get_backend() == "fake" else STEPS)]
+        rises = [highest_rise(partial(it.run, None)) for _ in range(1 if dist.get_backend() == "fake" else STEPS)]
     base = sum(state.values())
     del it
     gc.collect()
@@ -77,10 +79,10 @@ def true_peak(request: Request) -> dict[str, int]:
     return {"true": base + ours, "with_gloo": base + whole, "events": count}
 
 
-def highest_rise(it: Ready) -> tuple[int, int, int]:
-    """By how many bytes memory rises during a step, without and with gloo's own; and how many events say so."""
+def highest_rise(run: Callable[[], object]) -> tuple[int, int, int]:
+    """By how many bytes memory rises during a call, without and with gloo's own; and how many events say so."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        it.run(None)
+        run()
     events = []
     for root in profiler.profiler.kineto_results.experimental_event_tree():
         collect(root, False, events)

@@ -19,6 +19,7 @@ from hooks import private_accelerate, private_torch, private_transformers
 from launching import CONFIGS, RECIPES
 from rows import private_datasets
 from safetensors.torch import load_file
+from saving import private_transformers as saving_transformers
 from test_house import files
 from tiny_models import tiny_llama
 from tools import private_torch as tools_torch
@@ -40,6 +41,7 @@ PLACES = {
     "hooks/private_torch.py",
     "hooks/private_transformers.py",
     "rows/private_datasets.py",
+    "saving/private_transformers.py",
     "tools/private_torch.py",
     "tools/private_transformers.py",
 }
@@ -118,7 +120,7 @@ def test_every_function_says_which_public_way_was_looked_for():
             if isinstance(node, ast.FunctionDef):
                 functions += 1
                 assert "Public way looked for:" in " ".join(ast.get_docstring(node).split()), (file, node.name)
-    assert functions == 25
+    assert functions == 26
 
 
 # -- hooks/private_torch.py and tools/private_torch.py --
@@ -249,7 +251,7 @@ def test_launchers_arguments_are_completed_by_their_yaml():
     assert whole.use_fsdp and str(whole.fsdp_version) == "2" and whole.fsdp_offload_params == "true"
 
 
-# -- hooks/private_transformers.py and tools/private_transformers.py --
+# -- private_transformers.py of hooks/, saving/ and tools/ --
 
 
 def test_model_says_what_is_not_split_and_what_stays_in_fp32():
@@ -275,7 +277,7 @@ def test_tensors_on_disk_are_those_that_save_pretrained_writes(tmp_path):
     model = build_tiny_model(AutoConfig.for_model("mixtral"))
     model.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
-    found = tools_transformers.as_on_disk(model, model.state_dict())
+    found = saving_transformers.as_on_disk(model, model.state_dict())
     assert found.keys() == written.keys() != model.state_dict().keys()
     assert all(torch.equal(found[name], written[name]) for name in found)
 
@@ -311,6 +313,17 @@ def test_files_are_read_where_the_model_is_built(tmp_path):
     assert not (info.mismatched_keys or info.conversion_errors or info.error_msgs)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name] + (".layers.0." in name)), name
+
+
+def test_names_that_a_family_leaves_out_are_in_no_file_that_save_pretrained_writes(tmp_path):
+    class Family(LlamaForCausalLM):
+        _keys_to_ignore_on_save = ("model.norm.weight",)
+
+    assert saving_transformers.never_saved(tiny_llama()) == set()
+    model = Family(tiny_llama().config)
+    assert saving_transformers.never_saved(model) == {"model.norm.weight"}
+    model.save_pretrained(tmp_path)
+    assert model.state_dict().keys() - load_file(tmp_path / "model.safetensors").keys() == {"model.norm.weight"}
 
 
 def test_overrides_are_what_the_config_says_of_single_layers():

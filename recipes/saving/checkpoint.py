@@ -9,22 +9,26 @@
 Nothing is pickled: tensors are safetensors, all else is JSON, so that loading a checkpoint runs no code from it.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
-from datetime import timedelta
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from .folder import FORMAT, MANIFEST, best_checkpoint, complete_checkpoints, sha256
+from .folder import FORMAT, MANIFEST, best_checkpoint, complete_checkpoints, patient_group
 from .state import LiveState, random_state, training_tensors
 
 FILE_BYTES = 2**30  # a rank's file is made in host memory before it is written
@@ -41,6 +45,14 @@ class SaveOptions(Protocol):
     on_save_error: str
 
 
+@dataclass
+class Written:
+    """What a rank has written: size and hash by the file's name in the checkpoint, and the bytes of tensors in them."""
+
+    files: dict[str, dict[str, Any]]
+    tensor_bytes: int = 0
+
+
 class CheckpointWriter:
     """Saves the training state of a run to output_dir/checkpoint-STEP. Every rank makes one, and calls it alike.
 
@@ -53,7 +65,7 @@ class CheckpointWriter:
         self.folder = Path(options.output_dir)
         self.limit, self.keeps_best = options.save_total_limit, options.load_best_model_at_end
         self.is_async, self.on_error = options.async_save, options.on_save_error
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # its own: a thread may use it
+        self.group = patient_group()  # its own: a thread may use it
         self.thread, self.outcome = None, ""
         self.agree(self.prune)  # what a kill left behind
 
@@ -91,6 +103,19 @@ class CheckpointWriter:
         """Whether the last checkpoint was written."""
         return self.outcome.startswith("saved")
 
+    def keep(self, loaded: Path | None = None) -> str:
+        """Make sure that a checkpoint holds the live weights: the one that they were `loaded` from, or that of this
+        step, which is written if there is none. Returns a line on how to export it, or why there is none. A collective
+        that does not raise."""
+        checkpoint = loaded or self.folder / f"checkpoint-{self.live.state['step']}"
+        _, found = self.agree(lambda: (checkpoint / MANIFEST).is_file())
+        if not found[0]:  # as rank 0 sees it
+            self.is_async, self.on_error = False, "continue"  # the run ends here
+            self.save()
+            if not self.is_saved:
+                return f"Its last state is in no checkpoint either: {self.outcome}"
+        return f"Its weights are in {checkpoint}: export.py {checkpoint} --output_dir NEW_FOLDER makes a model of them"
+
     def finish(self) -> str:
         """The line on a checkpoint that was written. Raises ValueError, on every rank alike, if it was not."""
         if self.is_saved or self.on_error == "continue":
@@ -104,13 +129,18 @@ class CheckpointWriter:
         random_file = temporary / "random_state" / f"rank-{rank:05}.safetensors"
         phases: list[Callable[[], Any]] = [partial(make_folder, temporary, list(tensors)) if rank == 0 else nothing]
         phases += [partial(self.write_tensors, held, temporary / name) for name, held in tensors.items()]
-        phases += [partial(write_synced, random_file, random_states), partial(self.describe_files, temporary)]
+        phases += [partial(write_random_state, random_file, random_states)]
+        written: list[Written] = []  # by each rank
         for phase in phases:
             failure, results = self.agree(phase)
             if failure:
                 break
+            written += filter(None, results)
         if not failure:
-            manifest["files"] = {name: facts for files in results for name, facts in files.items()}
+            planned = sum(tensor.nbytes for held in tensors.values() for tensor in held.values())
+            failure, _ = self.agree(partial(check_whole, written, planned))
+        if not failure:
+            manifest["files"] = {name: facts for one in written for name, facts in sorted(one.files.items())}
             complete = partial(complete_checkpoint, temporary, final, manifest)
             failure, _ = self.agree(complete if rank == 0 else nothing)
         if failure:
@@ -143,28 +173,62 @@ class CheckpointWriter:
         except dcp.CheckpointException as error:  # raised on every rank, with what happened on each
             failures = {r: wrapped[0] for r, wrapped in error.failures.items()}
             failure = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
-        except Exception as error:
+        except BaseException as error:  # one that exits here, too, would be waited for
             failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
         outcomes = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, (failure, result), group=self.group)
         return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
 
-    def write_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-        """Each rank writes its rows, in files of about FILE_BYTES. A collective."""
+    def write_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> Written:
+        """Each rank writes its rows, in files of about FILE_BYTES, synced. A collective."""
         numbers, written = {}, 0
         for name, tensor in tensors.items():
             numbers[name] = 1 + written // FILE_BYTES
             written += tensor.numel() * tensor.element_size() // dist.get_world_size()
         writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
+        writer.fs = disk = HashingDisk()
         dcp.save(tensors, storage_writer=writer, process_group=self.group)
+        files = {f"{folder.name}/{name}": file.facts() for name, file in disk.files.items()}
+        return Written(files, sum(file.tensor_bytes() for file in disk.files.values()))
 
-    def describe_files(self, temporary: Path) -> dict[str, dict[str, Any]]:
-        """Size and hash of every so many-th file: the ranks share the reading."""
-        files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        mine = files[dist.get_rank() :: dist.get_world_size()]
-        return {
-            str(path.relative_to(temporary)): {"size": path.stat().st_size, "sha256": sha256(path)} for path in mine
-        }
+
+class HashedFile:
+    """A file that hashes what is written to it, so that nobody has to read it again."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.hash, self.size, self.start = file, hashlib.sha256(), 0, b""
+
+    def write(self, data: bytes) -> int:
+        """Write and hash."""
+        self.hash.update(data)
+        self.size += len(data)
+        self.start += data[: 8 - len(self.start)]
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def facts(self) -> dict[str, Any]:
+        """Size and hash, for the manifest."""
+        return {"size": self.size, "sha256": self.hash.hexdigest()}
+
+    def tensor_bytes(self) -> int:
+        """Of a safetensors file: what follows its header, whose length its first eight bytes say."""
+        return self.size - 8 - int.from_bytes(self.start, "little")
+
+
+class HashingDisk(FileSystem):
+    """The disk that torch's writer writes to, with the files that it wrote there by name."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, HashedFile] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedFile]:
+        """Open a file to write."""
+        with super().create_stream(path, mode) as stream:
+            self.files[Path(path).name] = file = HashedFile(stream)
+            yield file
 
 
 def nothing() -> None:
@@ -180,9 +244,26 @@ def make_folder(temporary: Path, parts: list[str]) -> None:
         (temporary / part).mkdir()
 
 
+def write_random_state(file: Path, data: bytes) -> Written:
+    """Write this rank's random state."""
+    write_synced(file, data)
+    facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return Written({f"{file.parent.name}/{file.name}": facts})
+
+
+def check_whole(written: list[Written], planned: int) -> None:
+    """Raise OSError unless the files of all ranks are different ones and hold `planned` bytes of tensors."""
+    name, ranks = Counter(name for one in written for name in one.files).most_common(1)[0]
+    if ranks > 1:
+        raise OSError(f"{ranks} ranks have written {name}")
+    found = sum(one.tensor_bytes for one in written)
+    if found != planned:
+        raise OSError(f"its files hold {found:,} bytes of tensors, the model and its optimizer have {planned:,}")
+
+
 def complete_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     """The manifest makes it a checkpoint, the rename gives it its name; the disk has each before the next."""
-    for folder in (*(path for path in temporary.iterdir() if path.is_dir()), temporary):
+    for folder in (*sorted({(temporary / name).parent for name in manifest["files"]}), temporary):
         sync_folder(folder)
     write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(temporary)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,16 @@ def open_run(output_dir: str, resume_from: str | None, check_hashes: bool = Fals
         ValueError: another run holds the folder, a rank sees another disk than rank 0, or find_checkpoint's and
             check_files' reasons.
     """
-    lock, told = None, [(None, "")]
+    lock, told, group = None, [(None, "")], patient_group()
     if dist.get_rank() == 0:  # what ranks read from a disk must not differ
         try:
             lock = hold_folder(output_dir)
             told = [(find_checkpoint(resume_from, output_dir), "")]
         except (ValueError, OSError) as error:
             told = [(None, str(error))]
-        except Exception as error:  # the others wait below
+        except BaseException as error:  # the others wait below
             told = [(None, f"{type(error).__name__}: {error}")]
-    dist.broadcast_object_list(told)
+    dist.broadcast_object_list(told, group=group)
     checkpoint, failure = told[0]
     if failure:
         raise ValueError(failure)
@@ -59,6 +60,11 @@ def open_run(output_dir: str, resume_from: str | None, check_hashes: bool = Fals
         raise ValueError(f"--output_dir {output_dir} is not on a disk that all ranks share.")
     manifest = checked_manifest(checkpoint, check_hashes, dist.get_rank(), dist.get_world_size())
     return RunFolder(checkpoint, manifest, lock)
+
+
+def patient_group() -> dist.ProcessGroup:
+    """A gloo group to wait in for ranks that do unequal work: NCCL would give up in minutes. A collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def hold_folder(folder: str) -> FileLock:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from .folder import RunFolder, read_manifest
 from .state import LiveState, frozen_checksum, set_random_state, take_quantized, training_tensors
@@ -113,15 +115,18 @@ def resume(live: LiveState, run: RunFolder, facts: dict[str, Any]) -> list[str]:
 
 
 def agreed(function: Callable[[], list[str]], group: dist.ProcessGroup) -> list[str]:
-    """What a function returns, unless it raises ValueError on a rank: then all raise, before the next collective."""
-    result, failure, failures = [], "", [None] * dist.get_world_size()
+    """What a function returns, unless it fails on a rank: then all raise, before the next collective."""
+    result, own, failures = [], None, [None] * dist.get_world_size()
     try:
         result = function()
-    except ValueError as error:
-        failure = str(error)
-    dist.all_gather_object(failures, failure, group=group)
+    except BaseException as error:
+        own = error
+    told = "" if own is None else str(own) if isinstance(own, ValueError) else f"{type(own).__name__}: {own}"
+    dist.all_gather_object(failures, told, group=group)
+    if own is not None:
+        raise own
     if any(failures):
-        raise ValueError(failure or next(text for text in failures if text))
+        raise ValueError(next(text for text in failures if text))
     return result
 
 
@@ -171,7 +176,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, group: dist.Pro
     Raises:
         ValueError: on every rank, where one cannot read, or where the folder holds other tensors.
     """
-    reader, failure = dcp.HuggingFaceStorageReader(str(folder)), ""
+    reader, failure = reader_of(folder), ""
     try:
         saved = {name: tuple(facts.size) for name, facts in reader.read_metadata().state_dict_metadata.items()}
     except Exception as error:
@@ -194,6 +199,24 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, group: dist.Pro
     except dcp.CheckpointException as error:  # raised on every rank
         what = "; ".join(f"rank {rank}: {wrapped[0]}" for rank, wrapped in error.failures.items())
         raise ValueError(unreadable(folder, what)) from error
+
+
+class DiskOfManifest(FileSystem):
+    """A checkpoint's disk, on which a folder holds what the manifest names, whatever a network disk lists: torch's
+    reader would not miss the rows of a file that it is not shown."""
+
+    def ls(self, path: str | os.PathLike) -> list[str]:
+        """The files of a folder."""
+        checkpoint, part = Path(path).parent, Path(path).name
+        names = read_manifest(checkpoint)["files"]
+        return [str(checkpoint / name) for name in names if Path(name).parts[0] == part]
+
+
+def reader_of(folder: Path) -> dcp.HuggingFaceStorageReader:
+    """What reads the tensors of a checkpoint's folder, model/ or optimizer/."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader.fs = DiskOfManifest()
+    return reader
 
 
 def unreadable(folder: Path, what: str) -> str:

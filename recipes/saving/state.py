@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +19,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from .folder import patient_group
+
 
 @dataclass
 class LiveState:
@@ -33,8 +34,8 @@ class LiveState:
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """Gloo, to wait in for ranks that read unequal shares: NCCL would give up in minutes. A collective at first."""
-        return dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        """To wait in for ranks that read unequal shares. A collective at first."""
+        return patient_group()
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element

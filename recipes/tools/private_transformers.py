@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import torch
 import transformers.masking_utils
 import transformers.modeling_utils
 from torch import nn
-from transformers import PreTrainedConfig, core_model_loading
+from transformers import PreTrainedConfig
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:
@@ -28,11 +27,6 @@ def with_attention(config: PreTrainedConfig, name: str | None) -> PreTrainedConf
 def supports_attention(model: nn.Module, kind: str) -> bool:
     """Whether a family has `sdpa` or `flash_attn`. Public way looked for: setting it needs its package too."""
     return getattr(model, f"_supports_{kind}")
-
-
-def as_on_disk(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors as the family's files have them. Public way looked for: save_pretrained writes a whole model."""
-    return core_model_loading.revert_weight_conversion(model, tensors)
 
 
 def layer_overrides(name: str, value: Any) -> dict[int, dict[str, Any]] | None:

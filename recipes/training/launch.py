@@ -70,19 +70,29 @@ def control_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
+class Stopped(SystemExit):
+    """The end that all ranks have agreed on."""
+
+
 @contextlib.contextmanager
 def stop_together() -> Iterator[None]:
     """Run a block that may fail on some ranks: a failure on one ends all, each message printed once, exit status 1.
 
     Without it, the other ranks would wait in their next collective until its timeout. ValueError and OSError are the
-    user's to read and are printed as they are; anything else is a bug and is printed with its traceback.
+    user's to read and are printed as they are; anything else is a bug and is printed with its traceback. Ranks that all
+    exit by themselves, and alike (--help), do so.
     """
-    failure = None
+    failure = leaving = None
     try:
         yield
+    except Stopped:  # in a block inside of this one
+        raise
     except (ValueError, OSError, SafetensorError) as error:
         failure = str(error)
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's function may exit
+        leaving = None if isinstance(error, Exception) else error
+        if leaving and os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     group = control_group()
     failures, has_told = [None] * dist.get_world_size(), [None] * dist.get_world_size()
@@ -95,6 +105,8 @@ def stop_together() -> Iterator[None]:
     late.cancel()
     if not any(failures):
         return
+    if leaving and set(failures) == {failure}:
+        raise leaving
     if failure:
         late.join()  # it may be in the middle of it
     dist.all_gather_object(has_told, bool(printed), group=group)
@@ -109,7 +121,7 @@ def stop_together() -> Iterator[None]:
         tell_launcher("\n".join(told))
     sys.last_value = SystemExit("\n".join(told))  # where Python keeps an error that nobody caught: for run_record.py
     dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
-    sys.exit(1)
+    raise Stopped(1)
 
 
 def print_late(failure: str, printed: list[str]) -> None:

@@ -5,7 +5,9 @@ another world size rows meet in other micro-batches: fp32 without dropout, 1e-6 
 five steps (DESIGN section 5), since AdamW's first steps amplify rounding.
 """
 
+import builtins
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -15,9 +17,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import saving.folder
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -36,8 +41,10 @@ from launching import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from saving.folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
-from saving.resume import compare_runs, load_tensors
+from saving import checkpoint as checkpoint_module
+from saving.checkpoint import CheckpointWriter, Written, check_whole
+from saving.folder import best_checkpoint, check_files, complete_checkpoints, open_run, read_manifest, sha256
+from saving.resume import agreed, compare_runs, load_tensors
 from saving.state import LiveState, training_tensors
 from tiny_models import tiny_llama
 from tools.proof.cpu_ranks import run_on_cpu_ranks
@@ -517,6 +524,115 @@ def load_in_a_group(folder):
     load_tensors(tensors, folder, group)
     assert len(seen) >= 3 and all(seen), seen
     assert all(tensor.any() for name, tensor in tensors.items() if "norm" in name)
+
+
+def test_rank_that_exits_while_ranks_agree_ends_all(tmp_path):
+    assert run_on_cpu_ranks(exit_on_one_rank, tmp_path / "run", 2) == 0
+
+
+def exit_on_one_rank(output_dir):
+    """Each rank: one exits where it agrees with the others, who would wait for a day. All raise, and say why."""
+    rank, live = dist.get_rank(), LiveState(None, None, None, None, {})
+
+    def exits_on(wrong):
+        sys.exit(3) if rank == wrong else None
+
+    with pytest.raises(SystemExit if rank == 1 else ValueError, match="3"):
+        agreed(partial(exits_on, 1), live.group)
+    options = SimpleNamespace(output_dir=str(output_dir), save_total_limit=None, load_best_model_at_end=False)
+    options.async_save, options.on_save_error = False, "stop"
+    writer = CheckpointWriter(live, options, {})
+    assert writer.agree(partial(exits_on, 1)) == ("rank 1: SystemExit: 3", [None, None])
+    saving.folder.find_checkpoint = lambda *_: exits_on(0)
+    with pytest.raises(ValueError, match="SystemExit: 3"):
+        open_run(str(output_dir), None)
+
+
+def test_ranks_wait_for_a_search_of_rank_0_in_a_group_that_is_patient(tmp_path):
+    assert run_on_cpu_ranks(open_patiently, tmp_path / "run", 2) == 0
+
+
+def open_patiently(output_dir):
+    """Each rank: the only collective that waits for rank 0's disk is in a group of its own."""
+    groups, own = [], dist.broadcast_object_list
+    dist.broadcast_object_list = lambda *args, group=None: groups.append(group) or own(*args, group=group)
+    run = open_run(str(output_dir), None)
+    assert run.checkpoint is None and len(groups) == 1
+    assert groups[0] not in (None, dist.group.WORLD) and dist.get_backend(groups[0]) == "gloo"
+
+
+def test_manifest_is_whole_though_the_disk_lists_nothing_and_no_file_is_read(tmp_path):
+    (tmp_path / "run").mkdir()
+    assert run_on_cpu_ranks(save_on_a_stale_disk, tmp_path / "run", 3) == 0
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    files = {str(p.relative_to(checkpoint)): p for p in checkpoint.rglob("*") if p.is_file()}
+    described = read_manifest(checkpoint)["files"]
+    assert described.keys() == files.keys() - {"manifest.json"} and len(described) == 3 * (6 + 12 + 1)
+    assert described == {
+        name: {"size": files[name].stat().st_size, "sha256": sha256(files[name])} for name in described
+    }
+    check_files(checkpoint, "")
+    for name in described:
+        data = files[name].read_bytes()
+        files[name].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(ValueError, match=f"{name}: its content is not what was written"):
+            check_files(checkpoint, "")
+        files[name].write_bytes(data)
+
+
+def save_on_a_stale_disk(output_dir):
+    """Each rank: one checkpoint, in several files a rank, while no folder shows what is in it."""
+    checkpoint_module.FILE_BYTES = 10_000
+    model = fully_shard(tiny_llama())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    accelerator = SimpleNamespace(scaler=None, device=torch.device("cpu"))
+    state = {**{name: kind() for name, kind in saving.folder.MANIFEST_TYPES.items()}, "step": 1}
+    live = LiveState(accelerator, model, optimizer, SimpleNamespace(last_epoch=1), state)
+    options = SimpleNamespace(output_dir=str(output_dir), save_total_limit=None, load_best_model_at_end=False)
+    options.async_save, options.on_save_error = False, "stop"
+    writer, reads, own = CheckpointWriter(live, options, {}), [], io.open
+
+    def opened(file, mode="r", *args, **kwargs):
+        if str(file).startswith(str(output_dir)) and not set(mode) & set("wxa"):
+            reads.append(file)
+        return own(file, mode, *args, **kwargs)
+
+    builtins.open = io.open = opened
+    Path.rglob = Path.glob = lambda *_: iter(())
+    Path.iterdir = lambda _: iter(())
+    os.listdir = lambda *_: []
+    assert writer.save().startswith("saved ")
+    assert reads == []
+
+
+def test_file_that_the_disk_does_not_list_is_loaded(whole):
+    assert run_on_cpu_ranks(load_from_a_stale_disk, whole / "checkpoint-4" / "model", 2) == 0
+
+
+def load_from_a_stale_disk(folder):
+    """Each rank: torch's reader would take the rows of the first file for all of them, or leave rows as they were."""
+    shapes = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    loads, own = [], Path.iterdir
+    for is_stale in (False, True):
+        loads.append({name: torch.zeros(facts.size) for name, facts in shapes.items()})
+        if is_stale:
+            Path.iterdir = lambda path: sorted(own(path))[:1]
+        load_tensors(loads[-1], folder, dist.group.WORLD)
+    stale = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    assert {name: facts.size for name, facts in stale.items()} != {n: facts.size for n, facts in shapes.items()}
+    assert same_weights(*loads) and all(tensor.any() for tensor in loads[0].values())
+
+
+def test_files_that_do_not_add_up_are_no_checkpoint():
+    """A rank's answer that was lost, or two ranks that wrote to one name."""
+    one, other = Written({"model/a": {}}, 8), Written({"model/b": {}}, 4)
+    check_whole([one, other], 12)
+    with pytest.raises(OSError, match="hold 8 bytes of tensors, the model and its optimizer have 12"):
+        check_whole([one], 12)
+    with pytest.raises(OSError, match="2 ranks have written model/a"):
+        check_whole([one, one], 16)
 
 
 def test_other_frozen_weights_stop_the_run(rows, tmp_path):

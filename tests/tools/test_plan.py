@@ -252,7 +252,13 @@ def test_host_memory_is_what_loading_offload_and_a_saved_copy_need(folder, truth
     found = make_plan(request_of(folder, "finetune_performance.py", async_save=True), "copied").host
     assert found["weights mapped while loading (page cache)"] == one["loaded"] / GIB
     assert found["copy of the state while it is saved"] == one["parameters"] * 12 / GIB  # of both ranks together
-    assert len(make_plan(request_of(folder, "finetune_performance.py", async_save=False), "not copied").host) == 1
+    assert len(make_plan(request_of(folder, "finetune_performance.py", async_save=False), "not copied").host) == 2
+    # While it is exported, in bf16: all of a model that is smaller than a file, and its largest block twice.
+    block = max(256 * (256 + 128 * 2 + 256) + 3 * 256 * 704 + 2 * 256, 2 * VOCABULARY * 256 + 256)
+    assert one["exported"] == one["loaded"] + 2 * 2 * block
+    assert found["a file and blocks of the model while it is exported"] == one["exported"] / GIB
+    adapter = request_of(folder, "finetune_performance.py", async_save=False, use_peft=True)
+    assert len(make_plan(adapter, "adapter").host) == 1
 
 
 def test_a_plan_is_printed_and_written(folder, tmp_path, capsys):

@@ -127,7 +127,7 @@ def test_ranks_with_different_yamls_stop_and_name_the_keys(tmp_path):
     changed_yaml(tmp_path / "0.yaml")
     changed_yaml(tmp_path / "1.yaml", hook_wrap_blocks_per_unit=2)
     _, output = ranks(tmp_path, config=tmp_path / "{rank}.yaml")
-    assert "The ranks differ:" in output and "): YAML hook_wrap_blocks_per_unit: 2 here, 1 on rank 0" in output
+    assert output.count("The ranks differ:") == 1 and "): YAML hook_wrap_blocks_per_unit: 2 here, 1 on rank 0" in output
 
 
 @pytest.mark.parametrize("option", ["--fail", "--break"])
@@ -135,6 +135,20 @@ def test_failure_of_one_rank_ends_all_within_seconds_and_is_named(option, tmp_pa
     (error,), output = ranks(tmp_path, option, 1)
     assert error.startswith("Error: rank 1: ")
     assert ("rank 1 found a bad row" if option == "--fail" else "RuntimeError: an unexpected error") in output
+
+
+@pytest.mark.parametrize(("option", "what"), [("--exit", "SystemExit: 0"), ("--interrupt", "KeyboardInterrupt: ")])
+def test_rank_whose_code_exits_ends_all(option, what, tmp_path):
+    """Without a launcher, which would end the others: they would wait for a day."""
+    (error,), output = ranks(tmp_path, option, 1)
+    assert error == f"Error: rank 1: {what}" and "launch_worker.py" in output  # where
+
+
+def test_ranks_that_all_exit_do_so_with_their_own_status(tmp_path):
+    for arguments, script in ((["--exit", "all"], "launch_worker"), (["--help"], "finetune")):
+        done = Run(arguments, tmp_path / "log", config=DEFAULT, script=script).wait()
+        assert done.codes == [0, 0] and "Error" not in done.output, done.output[-3000:]
+    assert done.output.count("--learning_rate") == 1
 
 
 def test_failure_that_is_told_before_the_others_come_is_told_once(tmp_path):

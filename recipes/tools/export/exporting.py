@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import shutil
 import sys
 import warnings
@@ -17,16 +16,15 @@ from accelerate.utils import convert_file_size_to_int
 from hooks.dtypes import DTYPES
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from saving.folder import MANIFEST, check_files, read_manifest
+from saving.huggingface import blocks, on_disk, write_weights
+from saving.resume import reader_of
 from torch import nn
 from training.model import add_adapters, check_not_quantized, load_tokenizer
 from training.run_files import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..private_transformers import as_on_disk
 from .merge_adapter import merged_tensors
 
 NAMED_DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -128,7 +126,7 @@ def write_folder(
         tensors = saved_tensors(checkpoint, model)
         if merge_adapter:
             tensors = merged_tensors(read_all(checkpoint / "model"), model, run, manifest["frozen"])
-        write_model(((name, t.to(dtype) if t.is_floating_point() else t) for name, t in tensors), folder, limit)
+        write_weights(((name, t.to(dtype) if t.is_floating_point() else t) for name, t in tensors), folder, limit)
         model.config.dtype = dtype
         model.config.save_pretrained(folder)
         if getattr(model.config, "auto_map", None):
@@ -158,7 +156,7 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
     Raises:
         ValueError: the checkpoint holds other tensors than the base model.
     """
-    reader = dcp.HuggingFaceStorageReader(str(checkpoint / "model"))
+    reader = reader_of(checkpoint / "model")
     saved = reader.read_metadata().state_dict_metadata
     shapes = {name: tuple(facts.size) for name, facts in saved.items()}
     wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
@@ -169,51 +167,23 @@ def saved_tensors(checkpoint: Path, model: nn.Module) -> Iterator[tuple[str, tor
             f"{checkpoint / 'model'} and the base model are not the same: {wrong[0]} is "
             f"{shapes.get(wrong[0], 'missing')} and {wanted.get(wrong[0], 'missing')} ({len(wrong)} differ)."
         )
-    pieces: dict[str, list[str]] = {}
-    for name in saved:  # what a family merges on load lies in one block
-        block = re.match(r".*?\.\d+\.", name)
-        pieces.setdefault(block[0] if block else "", []).append(name)
-    for names in pieces.values():
-        piece = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
-        dcp.load(piece, storage_reader=reader, no_dist=True)
-        yield from as_on_disk(model, piece).items()
+
+    def read() -> Iterator[dict[str, torch.Tensor]]:
+        for names in blocks(saved):
+            piece = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
+            dcp.load(piece, storage_reader=reader, no_dist=True)
+            yield piece
+
+    yield from on_disk(model, read())
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint's folder, whole: for an adapter."""
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = reader_of(folder)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in saved.items()}
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-def write_model(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, limit: int) -> None:
-    """Write tensors as they come, in files of at most `limit` bytes, with the index that names each one's file."""
-    files: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-    size = total = 0
-
-    def write() -> None:
-        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
-        files.append(list(held))
-        held.clear()
-
-    for name, tensor in tensors:
-        if held and size + tensor.nbytes > limit:
-            write()
-            size = 0
-        held[name] = tensor.contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    write()
-    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    names = [SAFE_WEIGHTS_NAME] if len(files) == 1 else names
-    for i, name in enumerate(names):
-        (folder / f"part-{i}").rename(folder / name)
-    if len(files) > 1:
-        index = {n: name for name, held_names in zip(names, files) for n in held_names}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def save_generation_config(run: SimpleNamespace, folder: Path) -> None:

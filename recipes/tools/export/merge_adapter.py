@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
+from saving.private_transformers import as_on_disk
 from saving.state import checksum
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, has_file
-
-from ..private_transformers import as_on_disk
 
 
 def merged_tensors(

@@ -77,6 +77,7 @@ class PlannedStep:
     parameters: int = 0
     trainable: int = 0
     loaded: int = 0  # the model as it lies on disk
+    exported: int = 0  # of it, what rank 0 holds in host memory while it writes it at the end
     length: int = 0  # tokens of a row
     state: int = 0  # parameter, gradient and optimizer shards, wherever they lie
     notes: list[str] = field(default_factory=list)
@@ -210,6 +211,8 @@ def make_plan(
     host = {"weights mapped while loading (page cache)": step.loaded / GIB}
     if step.host:
         host["offloaded, pinned"] = ranks * step.host / GIB
+    if not arguments["use_peft"]:  # an adapter is small
+        host["a file and blocks of the model while it is exported"] = step.exported / GIB
     if arguments["async_save"]:  # masters and moments, fp32
         host["copy of the state while it is saved"] = ranks * 12 * step.trainable / request.num_processes / GIB
     return Plan(name, step, outside, capacity, seconds, rows * step.length, host)

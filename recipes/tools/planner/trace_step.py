@@ -26,6 +26,7 @@ import torch.distributed as dist
 from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig
 from hooks.wrap import local, reshard_all
+from saving.huggingface import FILE_BYTES, blocks, left_out
 from torch import nn
 from training.arguments import FinetuneArguments
 from training.chunked_loss import compute_loss_in_chunks
@@ -101,6 +102,7 @@ def run_step(request: Request) -> PlannedStep:
             trainable=sum(p.numel() for p in it.model.parameters() if p.requires_grad),
             state=state,
             loaded=it.loaded,
+            exported=it.exported,
             length=it.batches[0]["labels"].shape[1],
             notes=it.notes,
             seconds=time.perf_counter() - started,
@@ -118,6 +120,7 @@ class Ready:
     evaluate: Callable[[MemoryTrace], None]
     parameters: int
     loaded: int  # bytes of the model as it lies on disk
+    exported: int  # of it, those that rank 0 holds at once at the end
     notes: list[str]
 
 
@@ -143,6 +146,7 @@ def ready(request: Request) -> Iterator[Ready]:
     with device:
         model = load_without_weights(arguments)
     size, loaded = sum(p.numel() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
+    exported = exported_bytes(model, arguments)
     settle_attention(arguments, config.hook_param_dtype, model)
     notes = [*settle_length(arguments, model), *notes_on(arguments, is_padded, TRACED_MICRO_BATCHES)]
     with device:
@@ -160,7 +164,18 @@ def ready(request: Request) -> Iterator[Ready]:
         run = partial(step, script, accelerator, model, optimizer, config=config, max_grad_norm=arguments.max_grad_norm)
         run(batches[:1], trace=None)
         test = partial(evaluate, script, model, arguments, is_test_padded)
-        yield Ready(model, optimizer, batches, lambda trace: run(batches, trace=trace), test, size, loaded, notes)
+        yield Ready(
+            model, optimizer, batches, lambda trace: run(batches, trace=trace), test, size, loaded, exported, notes
+        )
+
+
+def exported_bytes(model: nn.Module, arguments: FinetuneArguments) -> int:
+    """What rank 0 holds in host memory while it writes a model (saving/huggingface.py): a file, and a block twice."""
+    dtype = dtype_named(arguments.dtype) or model.config.dtype or torch.float32
+    sizes = {name: value.numel() * dtype.itemsize for name, value in model.state_dict().items()}
+    sizes = {name: size for name, size in sizes.items() if name not in left_out(model)}
+    largest = max(sum(sizes[name] for name in names) for names in blocks(sizes))
+    return min(FILE_BYTES, sum(sizes.values())) + 2 * largest
 
 
 def imported(script: str) -> Any:
