@@ -4,7 +4,7 @@
     load FOLDER    these checkpoints, and whether every tensor is as it was saved
 
 The tests run it in forked ranks (cells.py). A case is one of the proof's (tools/proof), and goes through the script's
-own loop. The padding of tiny weights would be left alone: here every element of it counts.
+own loop.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from exactness_worker import command_line
-from hooks import wrap
 from hooks.config import HookConfig
 from hooks.live import cut_of, read_units
 from safetensors.torch import load_file, save_file
 from saving.checkpoint import CheckpointWriter
 from saving.resume import load_checkpoint
 from saving.state import LiveState, checksum, frozen_checksum, training_tensors
+from tiny_models import count_all_padding, tiny_mixtral
 from tools.proof import runs
 from tools.proof.cases import BALANCING_CASE, TOLERANCE, Case, compare, reference_key
 from torch import nn
@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from training.arguments import FinetuneArguments
 from training.launch import end, make_accelerator
 from training.model import add_adapters
-from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 
 FULL = Case("full", recompute=True, accumulation=3)
 LORA = Case("LoRA", recompute=True, use_peft=True)
@@ -54,13 +54,6 @@ KEYS = {  # what else the YAML says, and the case
 }
 SOME = ("plain", "bf16", "LoRA")
 FACTS = {"arguments": {}, "yaml": {}, "data": "", "model": "", "frozen": {}, "rows_per_step": 1}  # a manifest's
-
-
-def mixtral(experts: int) -> nn.Module:
-    """3 ranks divide 96 and 48; 4 ranks divide everything but 2 experts."""
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=experts, initializer_range=0.1))
 
 
 def gpt_oss(experts: int) -> nn.Module:
@@ -151,11 +144,11 @@ def main() -> None:
     out, (action, folder), base = command_line()
     gc.disable()
     finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors costs more than a tiny step
-    wrap.FEW_ELEMENTS = 0
+    count_all_padding()
     accelerator = make_accelerator(base)
     is_main = accelerator.is_main_process
     results: dict = {"cases": {}, "loaded": {}}
-    for family, experts, names in ((mixtral, 2, KEYS), (mixtral, 8, SOME), (gpt_oss, 5, ("plain", "LoRA"))):
+    for family, experts, names in ((tiny_mixtral, 2, KEYS), (tiny_mixtral, 8, SOME), (gpt_oss, 5, ("plain", "LoRA"))):
         references: dict = {}
 
         def build(case: Case, family: Callable = family, experts: int = experts) -> nn.Module:

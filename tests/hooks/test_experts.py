@@ -5,6 +5,8 @@ Two runs of experts_worker.py, in 4 and in 3 forked ranks, make the exact cases;
 Tolerances are those of the proof (tests/scripts/test_exactness.py).
 """
 
+import json
+import shutil
 from collections import Counter
 from functools import cache, partial
 from unittest import mock
@@ -16,6 +18,11 @@ from gathers import gathered
 from hooks import live
 from hooks.live import padding_share
 from hooks.wrap import FEW_ELEMENTS, LITTLE_PADDING, padded_numel, placement_of
+from in_process import finetune_in_process
+from launching import RECIPES
+from safetensors.torch import load_file
+from tiny_models import count_all_padding, tiny_mixtral
+from tools.export.exporting import export_checkpoint
 from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -199,8 +206,8 @@ def test_adapters_of_experts_are_trained_and_the_frozen_base_has_one_checksum(on
     assert checked == 8
     for found in (on_4, on_3):
         cases = found["cases"]
-        assert cases["mixtral, 2 experts, LoRA, bf16"]["stored"] == ["torch.bfloat16", "torch.float32"]
-        assert cases["mixtral, 2 experts, bf16"]["stored"] == ["torch.float32"]
+        assert cases["tiny_mixtral, 2 experts, LoRA, bf16"]["stored"] == ["torch.bfloat16", "torch.float32"]
+        assert cases["tiny_mixtral, 2 experts, bf16"]["stored"] == ["torch.float32"]
 
 
 def test_checkpoint_of_4_ranks_is_the_same_bits_on_3(on_3):
@@ -210,3 +217,42 @@ def test_checkpoint_of_4_ranks_is_the_same_bits_on_3(on_3):
         assert found["other"] == [] and sorted(found["changed"]) == sorted(found["same"]), name
         moments = [key for key in found["same"] if "exp_avg" in key and "experts" in key]
         assert len(moments) >= 8, name
+
+
+def test_run_of_4_ranks_goes_on_with_3_and_exports_what_its_checkpoint_holds(tmp_path):
+    """The script itself: 12 rows a step on both. Tolerances of another world size: tests/saving/test_checkpoint.py."""
+    sample, model, one, other = RECIPES / "sample", tmp_path / "mixtral", tmp_path / "one", tmp_path / "other"
+    torch.manual_seed(0)
+    vocabulary = json.loads((sample / "model" / "config.json").read_text())["vocab_size"]
+    tiny_mixtral(2, vocabulary).save_pretrained(model)
+    for path in (sample / "model").iterdir():
+        if "token" in path.name or "chat" in path.name:
+            shutil.copy(path, model)
+    arguments = ["--model_name_or_path", model, "--dataset_name", sample / "data" / "train.jsonl", "--max_steps", 4]
+    arguments += ["--save_steps", 2, "--learning_rate", 1e-3, "--report_to", "none", "--max_length", 64]
+    arguments += ["--logging_steps", 1, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps"]
+
+    def run(folder, ranks, *more):
+        log = tmp_path / f"{folder.name}.log"
+        words = [*arguments, 12 // ranks, "--output_dir", folder, *more]
+        done = finetune_in_process(words, log, world_size=ranks, before=count_all_padding)
+        assert not any(done.codes), done.output[-3000:]
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        report = json.loads((folder / "wrap_report.json").read_text())
+        assert report["padding"] < 0.01 and "padding: gathers move" in done.output
+        exported = folder.parent / f"{folder.name}-exported"
+        export_checkpoint(folder / "checkpoint-4", exported)
+        weights, expected = load_file(exported / "model.safetensors"), load_file(folder / "model" / "model.safetensors")
+        assert weights.keys() == expected.keys() == load_file(model / "model.safetensors").keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
+        assert any(".experts.1.w2." in name for name in weights)
+        return {row["step"]: row for row in rows if "loss" in row}, weights
+
+    expected, whole = run(one, 4)
+    shutil.copytree(one / "checkpoint-2", other / "checkpoint-2")
+    found, weights = run(other, 3, "--resume_from_checkpoint", "latest")
+    assert set(expected) == {1, 2, 3, 4} and set(found) == {3, 4}
+    for step in found:
+        assert found[step]["loss"] == pytest.approx(expected[step]["loss"], rel=1e-6 if step == 3 else 1e-5)
+        assert found[step]["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-5 if step == 3 else 1e-4)
+    assert all(torch.allclose(weights[name], whole[name], atol=5e-5) for name in whole)
