@@ -1,7 +1,10 @@
 """What the hooks really did, read off the live model: printed, compared with the plan, and saved as JSON."""
 
 import json
+import math
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,9 @@ from .apply import HookPlan
 from .config import HookConfig, as_plain_dict, notes
 from .private_torch import fsdp_groups
 from .structure import base_model, count_blocks, kept_in_fp32, original_class
-from .wrap import Unit
+from .wrap import FEW_ELEMENTS, LITTLE_PADDING, Unit, padded_numel, placement_of
 
+GPUS_PER_MACHINE = 8  # numbers of ranks that are advised are multiples of it where the run's is one
 VOCABULARY_ADVICE = 50_000  # from here an embedding is worth a unit of its own (vocabularies of 50k-250k)
 
 
@@ -29,6 +33,9 @@ def read_units(model: nn.Module) -> list[dict[str, Any]]:
             "parameters": sum(p.numel() for p in group.parameters),
             "trainable_parameters": sum(p.numel() for p in group.parameters if p.requires_grad),
             "parameters_on_this_rank": sum(p.to_local().numel() for p in group.parameters),
+            "parameters_on_first_rank": sum(held_by(p)[0] for p in group.parameters),
+            "parameters_on_last_rank": sum(held_by(p)[1] for p in group.parameters),
+            "gathered_parameters": sum(held_by(p)[0] * cut_of(p)[1] for p in group.parameters),
             "is_sharded": all(is_sharded(p) for p in group.parameters),
             "reshard_after_forward": group.reshards_after_forward,
             "stored_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in group.parameters}),
@@ -45,6 +52,22 @@ def read_units(model: nn.Module) -> list[dict[str, Any]]:
 def is_sharded(parameter: nn.Parameter) -> bool:
     """True for a DTensor cut over its mesh (a one-row weight lies whole on one rank and empty on the others)."""
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
+def cut_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """(dim, number of shards) of a sharded parameter; (0, 1) of another."""
+    if not is_sharded(parameter):
+        return 0, 1
+    shards = zip(parameter.placements, parameter.device_mesh.shape)
+    return next((placement.dim, size) for placement, size in shards if placement.is_shard())
+
+
+def held_by(parameter: nn.Parameter) -> tuple[int, int]:
+    """Elements of a parameter that the first rank holds, which is the most, and the last one, the least."""
+    dim, shards = cut_of(parameter)
+    size = parameter.shape[dim]
+    rows, row = -(-size // shards), parameter.numel() // max(size, 1)
+    return rows * row, max(size - rows * (shards - 1), 0) * row
 
 
 def natural_order(name: str) -> list[Any]:
@@ -88,6 +111,7 @@ def warnings_for(report: dict[str, Any], model: nn.Module) -> list[str]:
             f"a vocabulary of {vocabulary:,} ({embedding.weight.numel():,} embedding parameters) stays gathered in the "
             "root; hook_wrap_embeddings: true gives it a unit of its own"
         )
+    found += padding_notes(model)
     rounded = kept_in_fp32(model)[1]
     if rounded and any(unit["param_dtype"] != "float32" for unit in units):
         example = f"{len(rounded)} tensors such as {rounded[0]}"
@@ -95,6 +119,34 @@ def warnings_for(report: dict[str, Any], model: nn.Module) -> list[str]:
             f"{example} share a module with others and compute in 16 bits, though the model keeps them in fp32"
         )
     return found
+
+
+def padding_notes(model: nn.Module) -> list[str]:
+    """What the cut of a sharded model costs where the ranks divide no dim of a large parameter, and how many would."""
+    parameters = list(model.named_parameters())
+    added = {name: held_by(p)[0] * cut_of(p)[1] - p.numel() for name, p in parameters}
+    large = [(n, p) for n, p in parameters if added[n] > max(FEW_ELEMENTS, LITTLE_PADDING * p.numel())]
+    shapes = Counter(tuple(parameter.shape) for _, parameter in parameters)
+    padding = sum(added.values()) / sum(n * math.prod(shape) for shape, n in shapes.items())
+    if not large or padding <= LITTLE_PADDING:
+        return []
+    name, worst = max(large, key=lambda item: added[item[0]])
+    ranks = cut_of(worst)[1]
+    step = GPUS_PER_MACHINE if ranks % GPUS_PER_MACHINE == 0 else 1
+    good = [n for n in range(step, 2 * ranks, step) if n > 1 and padding_share(shapes, n) <= LITTLE_PADDING]
+    near = [*[n for n in good if n < ranks][-1:], *[n for n in good if n > ranks][:1]]
+    advice = f"; {' or '.join(map(str, near))} ranks pad under {LITTLE_PADDING:.0%}" if near else ""
+    return [
+        f"padding: gathers move {padding:.0%} more than the parameters, and the first rank holds as much more than an "
+        f"even share: no dim of {name} {tuple(worst.shape)} divides by {ranks} ranks{advice}"
+    ]
+
+
+def padding_share(shapes: Mapping[tuple[int, ...], int], shards: int) -> float:
+    """What gathers move beyond parameters of these shapes (and how many there are of each), as a share of them."""
+    placed = {shape: placement_of(shape, shards) for shape in shapes}
+    moved = sum(n * padded_numel(s, shards, placed[s].dim if placed[s] else 0) for s, n in shapes.items())
+    return moved / sum(n * math.prod(shape) for shape, n in shapes.items()) - 1
 
 
 def module_tree(model: nn.Module, live: list[dict[str, Any]]) -> list[str]:
@@ -140,6 +192,9 @@ def build_report(
         "parameters": total,
         "trainable_parameters": sum(unit["trainable_parameters"] for unit in live),
         "share_left_in_root": root / total,
+        "padding": sum(unit["gathered_parameters"] for unit in live) / total - 1,
+        "largest_share_of_a_rank": sum(unit["parameters_on_first_rank"] for unit in live) / total,
+        "smallest_share_of_a_rank": sum(unit["parameters_on_last_rank"] for unit in live) / total,
         "recomputed_blocks": recomputed,
         "units": live,
         "keys": keys,
@@ -152,6 +207,8 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     spread = f"{sizes[0]:,} to {sizes[-1]:,} parameters each, " if sizes else ""
     lines = [
         f"FSDP: {report['num_units']} units (root included), {spread}{report['share_left_in_root']:.1%} in the root",
+        f"padding: gathers move {report['padding']:.2%} more than the parameters; a rank holds "
+        f"{report['smallest_share_of_a_rank']:.2%} to {report['largest_share_of_a_rank']:.2%} of them",
         f"recompute: {len(report['recomputed_blocks'])} of {report['num_blocks']} blocks",
     ]
     kinds: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
     checkpoint-120/
       manifest.json    what it is, and the size and hash of every file; a folder without it is no checkpoint
-      model/           safetensors; each file holds the rows of one rank
+      model/           safetensors; each file holds the slices of one rank
       optimizer/       the same for the optimizer's state
       random_state/    one file per rank
 
@@ -180,7 +180,7 @@ class CheckpointWriter:
         return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
 
     def write_tensors(self, tensors: dict[str, torch.Tensor], folder: Path) -> Written:
-        """Each rank writes its rows, in files of about FILE_BYTES, synced. A collective."""
+        """Each rank writes its slices, in files of about FILE_BYTES, synced. A collective."""
         numbers, written = {}, 0
         for name, tensor in tensors.items():
             numbers[name] = 1 + written // FILE_BYTES

@@ -171,7 +171,7 @@ def load_best(live: LiveState, checkpoint: Path | None) -> str:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill sharded tensors in place from the files of any number of ranks; each reads its own rows. A collective.
+    """Fill sharded tensors in place from the files of any number of ranks; each reads its own slices. A collective.
 
     Raises:
         ValueError: on every rank, where one cannot read, or where the folder holds other tensors.

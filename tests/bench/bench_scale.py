@@ -1,4 +1,5 @@
-"""What a start costs as the rows grow: seconds and private memory of each stage, and the exponents.
+"""What a start costs as the rows grow: seconds and private memory of each stage, and the exponents. And what a block of
+8 experts costs as the ranks grow.
 
     make bench ARGS=scale
     python tests/bench/bench_scale.py 1000 10000000        other numbers of rows; ten million take about ten minutes
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,15 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from bench_loading import loading
+import torch
+from gathers import gathered
 from rows import tokenizing
 from rows.batches import Share, shuffled_order, training_steps
 from rows.packing import length_grouped_order, pack_rows
 from rows.sources import load_rows
 from saving.state import data_hash
 from training.model import check_rows
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 MODEL = Path(__file__).parents[2] / "recipes" / "sample" / "model"
 SIZES = (1000, 10_000, 100_000, 1_000_000)
@@ -63,6 +67,7 @@ def scale(sizes: tuple[int, ...] = SIZES) -> Iterator[str]:
     yield f"  above the smallest: {more_s:.1f} s, {more_s / largest * 1e6:.2f} us and {more / largest:.0f} bytes a row"
     yield from longest_rows()
     yield from loading()
+    yield from experts()
 
 
 def longest_rows() -> Iterator[str]:
@@ -77,6 +82,19 @@ def longest_rows() -> Iterator[str]:
     yield f"group_by_length, {RANKS} ranks of {MICRO} rows: the longest row of a step, beside random order"
     for size in (64, RANKS * MICRO):
         yield f"  groups of {size}: {padded(length_grouped_order(lengths, size, 0, 0)) / random:.2f}"
+
+
+def experts() -> Iterator[str]:
+    """What ranks gather of a block of Mixtral 8x7B and hold of it with its embeddings, counted in a fake group."""
+    yield "8 experts | gathered of a block, in its own bytes; the most that a rank holds, in even shares"
+    build = partial(AutoModelForCausalLM.from_config, MixtralConfig(num_hidden_layers=1), dtype=torch.bfloat16)
+    for ranks in (16, 64):
+        line = f"  {ranks} ranks"
+        for name, along_dim_0 in (("all cut along dim 0", True), ("ours", False)):
+            found = gathered(build, ranks, along_dim_0=along_dim_0)
+            share = found["report"]["largest_share_of_a_rank"] * ranks
+            line += f" | {name}: {found['sent'] / found['block']:.4f}, {share:.4f}"
+        yield line
 
 
 def run(which: str, rows: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tools.planner.as_on_gpu import STAND_IN, settle_attention, settle_length
 from tools.planner.planned_step import GIB, Plan, PlannedStep, Request, capacity_gib, make_plan, plan_step
 from tools.planner.roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
 from training.arguments import KINDS, PerformanceArguments
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 WORKER, SAMPLE = ROOT / "tests" / "planner_worker.py", RECIPES / "sample"
 WRAPS = {
@@ -50,6 +50,9 @@ def folder(tmp_path_factory):
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
     LlamaConfig(**sizes, **heads, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(path)
+    sizes |= {"intermediate_size": 512, "num_hidden_layers": 1}  # 8 experts: 16 ranks cut them along another dim
+    mixtral = MixtralConfig(**sizes, **heads, dtype="bfloat16", architectures=["MixtralForCausalLM"])
+    mixtral.save_pretrained(path / "mixtral")
     return path
 
 
@@ -92,6 +95,7 @@ def layouts(folder, rows_in_bf16=1):
     found["packed"] = planned(packing=True)
     found["inputs on the host"] = planned(keys=offloaded, **all_rows)
     found["uneven shards"] = planned(ranks=7)
+    found["8 experts"] = request_of(folder / "mixtral", ranks=16, per_device_train_batch_size=1, max_length=16)
     return found
 
 
@@ -113,7 +117,7 @@ def truths(folder):
 
 def test_live_bytes_are_those_of_real_tensors(truths):
     errors = {name: one["peak_with_host"] / one["true"] - 1 for name, one in truths.items()}
-    assert len(errors) == 12 + 7
+    assert len(errors) == 12 + 8
     assert {name: error for name, error in errors.items() if abs(error) > TOLERANCE} == {}
     assert all(one["events"] > 500 for one in truths.values())
     assert len({one["true"] for one in truths.values()}) > 15  # the layouts differ, so a count that ignores one fails
@@ -136,6 +140,9 @@ def test_parts_add_up_to_the_peak_and_state_is_what_arithmetic_says(truths):
     held = (parameters * 4 // 2) * 4  # weight, gradient, two moments, fp32, of two ranks
     assert one["state"] == held
     assert one["parts"]["parameter shards"] * 2 == one["parts"]["optimizer state"] - 4 * 21 == parameters * 4
+    experts = truths["8 experts"]  # where a rank would hold an eighth of them, and gather twice their bytes
+    assert experts["state"] == pytest.approx(4 * 4 * experts["parameters"] / 16, rel=1e-3)
+    assert experts["counts"]["reduce-scatter bytes"] == pytest.approx(4 * experts["parameters"], rel=1e-2)
     lora = truths["1 block, recompute none, fp32, LoRA, plain"]
     adapted = 2 * 8 * (4 * 256 + 256 + 128 * 2 + 256 + 3 * (256 + 704))  # r x (in + out) of seven matrices
     assert lora["parameters"] == parameters and lora["trainable"] == adapted

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import HookConfig
+from hooks.live import padding_notes
 from hooks.wrap import local, reshard_all
 from saving.huggingface import FILE_BYTES, blocks, left_out
 from torch import nn
@@ -157,6 +158,7 @@ def ready(request: Request) -> Iterator[Ready]:
             leave_meta(model)
         notes += use_experts_that_can_be_faked(model, config.hook_param_dtype)
         model = build(model, arguments, config, mesh, getattr(script, "LOSS_CHUNK_TOKENS", None))
+        notes += padding_notes(model)
         optimizer = make_optimizer(model, arguments, config)
         check_optimizer(model, optimizer)
         window = min(arguments.gradient_accumulation_steps, TRACED_MICRO_BATCHES)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hooks.wrap import placement_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -26,7 +27,7 @@ Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels: (B, T)
 
 @dataclass
 class Run:
-    """What a run of a few optimizer steps did; tensors are whole in a reference, this rank's rows in a sharded run.
+    """What a run of a few optimizer steps did; tensors are whole in a reference, this rank's slices in a sharded run.
 
     `outputs` of each module in the first forward: a reference has those of every rank, a sharded run its own.
     """
@@ -197,12 +198,13 @@ def recorded_outputs(model: nn.Module, outputs: dict[str, torch.Tensor]) -> Iter
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of this rank's rows of a tensor, sharded or whole (FSDP2 cuts dimension 0 into equal chunks)."""
+    """A copy of this rank's slice of a tensor, sharded or whole (which is cut as a parameter of its shape is)."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach().clone()
     if tensor.ndim == 0:
         return tensor.detach().clone()
-    chunks = torch.chunk(tensor.detach(), dist.get_world_size())
+    placement = placement_of(tensor.shape, dist.get_world_size())
+    chunks = torch.chunk(tensor.detach(), dist.get_world_size(), placement.dim if placement else 0)
     return chunks[dist.get_rank()].clone() if dist.get_rank() < len(chunks) else tensor.detach()[:0]
 
 
