@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import datasets
 import numpy as np
 import pyarrow as pa
-from bench_loading import loading
 import torch
+from bench_loading import loading
 from gathers import gathered
 from rows import tokenizing
 from rows.batches import Share, shuffled_order, training_steps
