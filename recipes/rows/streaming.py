@@ -2,7 +2,11 @@
 
 A stream is taken window by window; each is shuffled (and packed) in itself. Beside every rank a process reads ahead of
 need and tokenises this rank's part of each window. The ranks exchange their parts when a window begins, so that the
-rows of a step, and where a resumed run goes on, do not depend on the number of ranks.
+rows of a step, and where a resumed run goes on, do not depend on the number of ranks. Every process passes over the
+whole stream, but where a row can be told from the next one unread (a line, a batch of Parquet) it reads its part alone.
+
+A checkpoint holds where the window of its next row begins, and how many of its rows were taken. JSONL and text open at
+a byte, Parquet at a row group, a hub's data set at its own state; CSV and JSON arrays are parsed up to there.
 
 A process and not a thread: a thread that runs Python holds up the loop, which gives its turn away at every operation.
 """
