@@ -9,12 +9,14 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
@@ -28,6 +30,7 @@ Unread = Callable[[], dict[str, str]]  # reads a row's record
 
 BLANK = re.compile(r"\s*")
 LARGEST_FIELD = 2**30  # bytes of one CSV field
+SETTLED_S = 2.0  # seconds since a file's last change after which another one shows another time
 AT_ONCE = 100  # rows of Parquet that are parsed together
 VISIBLE = frozenset(bytes([byte]) for byte in range(33, 127))  # ASCII that is no blank
 READER_VERSION = 2  # raise when a file would be read as other rows: cached ones are then read again
@@ -40,6 +43,23 @@ def digest_of(file: str) -> str:
         for block in iter(lambda: content.read(2**20), b""):
             digest.update(block)
     return digest.hexdigest()
+
+
+def kept_digest(file: str, folder: Path) -> str:
+    """The same, read by one rank of a machine and kept in a folder for the others and for later starts, which wait at a
+    file lock and in no collective; any write to the file makes another of it. A file that was just written is read by
+    all: the next write might show the same time."""
+    found = os.stat(file)
+    if time.time() - max(found.st_mtime, found.st_ctime) < SETTLED_S:
+        return digest_of(file)
+    facts = [file, READER_VERSION, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    kept = folder / f"digest-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}"
+    with FileLock(f"{kept}.lock"):
+        if not kept.is_file():
+            beside = kept.with_suffix(".new")
+            beside.write_text(digest_of(file), encoding="ascii")
+            beside.replace(kept)
+        return kept.read_text(encoding="ascii")
 
 
 def all_rows(files: list[str], digest: str) -> Iterator[dict[str, str]]:

@@ -15,7 +15,18 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, l
 from datasets.fingerprint import Hasher
 from filelock import FileLock
 
-from .files import AT_ONCE, READER_VERSION, Place, Unread, all_rows, digest_of, read_row, record_of, row_at, unread_rows
+from .files import (
+    AT_ONCE,
+    READER_VERSION,
+    Place,
+    Unread,
+    all_rows,
+    kept_digest,
+    read_row,
+    record_of,
+    row_at,
+    unread_rows,
+)
 from .folders import DATA_FILES, files_by_split, find_split, ignored_files, is_saved
 from .formats import PROBLEM, ROW, WHERE, without_filled_in
 from .private_datasets import fingerprint
@@ -194,8 +205,8 @@ def read_part(name: str, part: Part) -> Dataset:
     """Read the rows of one split. Raises ValueError where a file cannot be read, or holds no row."""
     if not isinstance(part, list):
         return as_records(name, part)
-    files = [os_path(file) for file in part]
-    digest = "".join(digest_of(file) for file in files)  # a changed file is another data set for the cache
+    files, cache = [os_path(file) for file in part], cache_folder()
+    digest = "".join(kept_digest(file, cache) for file in files)  # a changed file is another data set for the cache
     try:
         return Dataset.from_generator(all_rows, gen_kwargs={"files": files, "digest": digest}, features=RECORD)
     except Exception as error:
@@ -205,13 +216,19 @@ def read_part(name: str, part: Part) -> Dataset:
         raise
 
 
+def cache_folder() -> Path:
+    """Where rows that were read, and files' digests, are kept."""
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
 def as_records(name: str, rows: Dataset) -> Dataset:
     """The rows of a saved data set as records, cached beside other rows and never in the user's folder."""
     if not len(rows):
         raise ValueError(f"{name} is empty: no row was found.")
     key = Hasher.hash([READER_VERSION, fingerprint(rows), name])
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder()
     with FileLock(cache / f"records-{key}.lock"):
         made = rows.with_format("arrow").map(
             partial(records_of, name=name),
