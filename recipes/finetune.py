@@ -37,6 +37,7 @@ from training.answers import Answers
 from training.arguments import FinetuneArguments, parse_arguments
 from training.evaluation import evaluate
 from training.failures import explained_failures
+from training.gather import gather
 from training.hang_watch import watch_for_hangs
 from training.launch import (
     decided_by_rank_0,
@@ -119,7 +120,7 @@ def main() -> None:
     progress = follow_blocks(model, Progress(run.state["step"]))
     watch_for_hangs(progress, arguments.output_dir, rank, world_size, arguments.hang_timeout)
 
-    steps, test_batches = data.steps(run.state), data.test_batches()
+    steps, test_batches = data.steps(run.state, gather), data.test_batches()
     answers = Answers(accelerator, model, tokenizer, data.questions, arguments)
     writer = CheckpointWriter(live, arguments, facts)
     with explained_failures(progress, accelerator, model, optimizer, arguments.output_dir):

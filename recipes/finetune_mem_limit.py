@@ -38,6 +38,7 @@ from training.arguments import MemLimitArguments, parse_arguments
 from training.chunked_loss import compute_loss_in_chunks, micro_batch_loss
 from training.evaluation import evaluate
 from training.failures import explained_failures
+from training.gather import gather
 from training.hang_watch import watch_for_hangs
 from training.launch import (
     decided_by_rank_0,
@@ -122,7 +123,7 @@ def main() -> None:
     progress = follow_blocks(model, Progress(run.state["step"]))
     watch_for_hangs(progress, arguments.output_dir, rank, world_size, arguments.hang_timeout)
 
-    steps, test_batches = data.steps(run.state), data.test_batches()
+    steps, test_batches = data.steps(run.state, gather), data.test_batches()
     answers = Answers(accelerator, model, tokenizer, data.questions, arguments)
     writer = CheckpointWriter(live, arguments, facts)
     with explained_failures(progress, accelerator, model, optimizer, arguments.output_dir):

@@ -48,7 +48,7 @@ class Step(NamedTuple):
     """One optimizer step of a rank."""
 
     micro_batches: list[dict[str, torch.Tensor]]
-    position: dict[str, int]  # after it: epoch, rows_seen; rows_per_group where they have a length in common
+    position: dict[str, Any]  # after it: epoch, rows_seen; rows_per_group where they have a length in common; stream
     rows: list[list[Any]]  # numbers of each micro-batch's rows; of a packed row the list of its documents' numbers
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from .batches import BatchSizes, Share, Step, count_steps, evaluation_batches, training_steps
 from .formats import FORMATS, as_columns, row_of
 from .packing import PackedRows, pack_rows
-from .sources import load_rows, open_stream, source_notes
-from .streaming import Stream, stream_steps
+from .sources import load_rows, open_stream, source_notes, unread_stream
+from .streaming import Gather, Stream, stream_steps
 from .tokenizing import MAX_LOST, Questions, prompts_and_answers, tokenize_rows, tokenize_window
 
 FIRST_ROWS = 100  # of a stream: read before the model is loaded, to see the format and what is learnt
@@ -76,16 +76,17 @@ class Data:
             self.packed, line = pack_rows(self.train, self.arguments.max_length)
             self.lines.append(line)
 
-    def count_steps(self, state: dict[str, int]) -> int:
+    def count_steps(self, state: dict[str, Any]) -> int:
         """Optimizer steps of the run, those before this state included."""
         epochs, max_steps = self.arguments.num_train_epochs, self.arguments.max_steps
         return count_steps(len(self.rows), self.share, epochs, max_steps, state)
 
-    def steps(self, position: dict[str, int]) -> Iterator[Step]:
-        """This rank's optimizer steps from a position on, without end."""
+    def steps(self, position: dict[str, Any], gather: Gather | None = None) -> Iterator[Step]:
+        """This rank's optimizer steps from a position on, without end. With `gather`, which gives every rank what each
+        one holds, the ranks share the tokenising of a stream."""
         order = {"seed": self.arguments.seed, "pad_token_id": self.pad_token_id}
         if self.stream is not None:
-            return stream_steps(self.stream, self.share, position, **order)
+            return stream_steps(self.stream, self.share, position, gather=gather, **order)
         order |= {"num_workers": self.arguments.dataloader_num_workers}
         return training_steps(self.rows, self.share, position, group_by_length=self.arguments.group_by_length, **order)
 
@@ -145,10 +146,11 @@ def prepare_data(arguments: DataOptions, tokenizer: PreTrainedTokenizerBase, ran
         learns = [options[name] for name in ("assistant_only_loss", "completion_only_loss", "mask_history")]
         settings = {"tokenizer": tokenizer, "columns": columns, "options": (*modes, *learns)}
         stream = Stream(
-            partial(open_stream, names, splits[0], splits[0]),
-            partial(tokenize_window, **settings, skip_bad_rows=arguments.skip_bad_rows),
-            arguments.max_length if arguments.packing else 0,
-            1.0 if arguments.allow_lost_rows else MAX_LOST,
+            partial(unread_stream, names, splits[0], splits[0]),
+            partial(tokenize_window, **settings),
+            packed_length=arguments.max_length if arguments.packing else 0,
+            max_lost=1.0 if arguments.allow_lost_rows else MAX_LOST,
+            skips_bad=arguments.skip_bad_rows,
         )
     lines = [train_line, test_line, *source_notes(names, *splits)]
     if missing:

@@ -4,8 +4,8 @@ Every row becomes a record of files.py, a JSON string with where it stood: sourc
 bad row is named by its own file and number, however the rows were split and repeated.
 """
 
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,18 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, l
 from datasets.fingerprint import Hasher
 from filelock import FileLock
 
-from .files import READER_VERSION, all_rows, digest_of, record_of
+from .files import (
+    AT_ONCE,
+    READER_VERSION,
+    Place,
+    Unread,
+    all_rows,
+    kept_digest,
+    read_row,
+    record_of,
+    row_at,
+    unread_rows,
+)
 from .folders import DATA_FILES, files_by_split, find_split, ignored_files, is_saved
 from .formats import PROBLEM, ROW, WHERE, without_filled_in
 from .private_datasets import fingerprint
@@ -136,32 +147,53 @@ def source_notes(names: list[str], train_split: str, test_split: str) -> list[st
 
 
 def open_stream(names: list[str], wanted: str, train_split: str) -> Iterator[dict[str, str]]:
-    """The records of one split of all sources, one source after the other, none of it kept.
+    """The records of one split of all sources, one source after the other, none of it kept. Raises as unread_stream
+    does."""
+    return (read() for read in unread_stream(names, wanted, train_split, {}))
+
+
+def unread_stream(names: list[str], wanted: str, train_split: str, place: Place) -> Iterator[Unread]:
+    """The same from a place on, each record to be read when it is called; `place` is kept where the next one stands.
 
     Raises:
         ValueError: a source that is not there, cannot be streamed, or is empty.
     """
-    for name in names:
+    for number in range(place.setdefault("source", 0), len(names)):
+        name = names[number]
         splits = find_parts(name, train_split, is_streamed=True)
         split = find_split(splits, wanted, None if wanted == train_split else train_split)
         if split is None and wanted == train_split:
             pick_split(name, splits, wanted)  # raises
         part = splits[split] if split else []
         if isinstance(part, list):
-            yield from all_rows([os_path(file) for file in part], "")
-            continue
-        index = -1
-        for index, row in enumerate(plain_rows(part)):
-            yield record_of(without_filled_in(row), f"{name}, row {index + 1}")
-        if index < 0:
-            raise ValueError(f"{name} is empty: no row was found.")
+            yield from unread_rows([os_path(file) for file in part], place)
+        else:
+            yield from unread_set(name, part, place)
+        place.clear()
+        place["source"] = number + 1
 
 
-def plain_rows(rows: Dataset | datasets.IterableDataset) -> Iterable[dict[str, Any]]:
-    """Rows as Arrow holds them: images and the like are not decoded, nobody learns them."""
+def unread_set(name: str, rows: Dataset | datasets.IterableDataset, place: Place) -> Iterator[Unread]:
+    """The rows of a saved data set, or of one that is streamed, from a place on: of the latter, its own state.
+
+    They are as Arrow holds them: images and the like are not decoded, nobody learns them.
+    """
+    first = index = place.setdefault("rows", 0)
     if isinstance(rows, datasets.IterableDataset):
-        return rows
-    return (row for batch in rows.with_format("arrow").iter(BATCH) for row in batch.to_pylist())
+        if first:
+            rows.load_state_dict(place["state"])
+        for row in rows:
+            index += 1
+            place |= {"rows": index, "state": rows.state_dict()}
+            yield partial(read_row, f"{name}, row {index}", partial(row_at, [row].copy, 0))
+    elif first < len(rows):
+        for batch in rows.with_format("arrow").skip(first).iter(AT_ONCE):
+            parsed = cache(batch.to_pylist)
+            for within in range(len(batch)):
+                index = place["rows"] = index + 1
+                yield partial(read_row, f"{name}, row {index}", partial(row_at, parsed, within))
+    if not index:
+        raise ValueError(f"{name} is empty: no row was found.")
 
 
 def os_path(file: Path) -> str:
@@ -173,8 +205,8 @@ def read_part(name: str, part: Part) -> Dataset:
     """Read the rows of one split. Raises ValueError where a file cannot be read, or holds no row."""
     if not isinstance(part, list):
         return as_records(name, part)
-    files = [os_path(file) for file in part]
-    digest = "".join(digest_of(file) for file in files)  # a changed file is another data set for the cache
+    files, cache = [os_path(file) for file in part], cache_folder()
+    digest = "".join(kept_digest(file, cache) for file in files)  # a changed file is another data set for the cache
     try:
         return Dataset.from_generator(all_rows, gen_kwargs={"files": files, "digest": digest}, features=RECORD)
     except Exception as error:
@@ -184,13 +216,19 @@ def read_part(name: str, part: Part) -> Dataset:
         raise
 
 
+def cache_folder() -> Path:
+    """Where rows that were read, and files' digests, are kept."""
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
 def as_records(name: str, rows: Dataset) -> Dataset:
     """The rows of a saved data set as records, cached beside other rows and never in the user's folder."""
     if not len(rows):
         raise ValueError(f"{name} is empty: no row was found.")
     key = Hasher.hash([READER_VERSION, fingerprint(rows), name])
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder()
     with FileLock(cache / f"records-{key}.lock"):
         made = rows.with_format("arrow").map(
             partial(records_of, name=name),

@@ -6,6 +6,7 @@ otherwise: assistant turns of a chat, the completion of a pair, everything of a 
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,21 +100,18 @@ def kept_of(table: pa.Table) -> pa.Table:
 
 
 def tokenize_window(
-    records: list[dict[str, Any]],
+    records: list[Callable[[], dict[str, Any]]],
     first_index: int,
     *,
     tokenizer: PreTrainedTokenizerBase,
     columns: dict[str, str],
     options: tuple[int, str, bool, bool, bool],
-    skip_bad_rows: bool,
 ) -> tuple[list[dict[str, list[int]]], Counter[str], list[str]]:
-    """Return (token rows of stream records, how many became what, problems); ValueError for these unless skipped."""
-    batch = as_columns(records)
+    """Return (token rows of stream records that are read now, how many became what, problems of the others)."""
+    batch = as_columns([read() for read in records])
     indices = list(range(first_index, first_index + len(records)))
     made = tokenize_batch(batch, indices, tokenizer, columns, options)
     problems = [problem for problem in made["problem"] if problem]
-    if problems and not skip_bad_rows:
-        raise ValueError(f"train data: {len(problems)} bad row(s) in the stream:\n- " + "\n- ".join(problems[:SHOWN]))
     found = zip(made["input_ids"], made["labels"], made["state"])
     rows = [{"input_ids": ids, "labels": labels} for ids, labels, state in found if state.startswith("kept")]
     return rows, Counter(state for states in made["state"] for state in states.split()), problems

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
-START |= {"skipped_steps": 0, "skipped_in_a_row": 0, "rows_per_group": 0}  # which older checkpoints do not say
+START |= {"skipped_steps": 0, "skipped_in_a_row": 0, "rows_per_group": 0, "stream": {}}  # which older ones do not say
 MANIFEST, LOCK = "manifest.json", ".lock"
 FORMAT = 1  # of a checkpoint's folder and manifest
 MANIFEST_TYPES = {"step": int, "epoch": int, "rows_seen": int, "tokens_seen": int, "schedule_steps": int}
@@ -29,7 +29,7 @@ class RunFolder:
     lock: FileLock | None  # rank 0's
 
     @property
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Where the run stands: at its start, or where the checkpoint was written."""
         return {name: self.manifest.get(name, value) for name, value in START.items()}
 

@@ -3,6 +3,7 @@
 
     make bench ARGS=scale
     python tests/bench/bench_scale.py 1000 10000000        other numbers of rows; ten million take about ten minutes
+    python tests/bench/bench_scale.py streams              --streaming alone: 1, 2 and 4 ranks, and a resume
 
 Measured is a second start, in which the tokens are on disk, in a process of its own for each number of rows. The first
 one reads the file as a run does; a stand-in for the tokenizer makes its tokens, since no later start sees how they were
@@ -11,12 +12,17 @@ made. Private memory is what is not a file's: the rows of a data set that lies o
 
 import contextlib
 import json
+import multiprocessing
+import os
+import resource
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +33,30 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 from bench_loading import loading
 from gathers import gathered
 from rows import tokenizing
 from rows.batches import Share, shuffled_order, training_steps
 from rows.packing import length_grouped_order, pack_rows
+from rows.prepare import prepare_data
 from rows.sources import load_rows
+from rows.streaming import WINDOW
 from saving.state import data_hash
-from training.model import check_rows
+from training.arguments import parse_arguments
+from training.gather import gather
+from training.launch import connect_ranks
+from training.model import check_rows, load_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-MODEL = Path(__file__).parents[2] / "recipes" / "sample" / "model"
+SAMPLE = Path(__file__).parents[2] / "recipes" / "sample"
+MODEL = SAMPLE / "model"
 SIZES = (1000, 10_000, 100_000, 1_000_000)
 LOST = 1000  # every so many'th row has no label left, as in most data
 MAX_LENGTH, VOCABULARY = 1024, 1000
 RANKS, MICRO = 64, 4
+STREAMED, WINDOWS = (1, 2, 4), 8  # ranks; windows of a stream, and its records up to the middle of the last one
+RECORDS = WINDOWS * WINDOW - WINDOW // 2
 
 
 def scale(sizes: tuple[int, ...] = SIZES) -> Iterator[str]:
@@ -68,6 +83,7 @@ def scale(sizes: tuple[int, ...] = SIZES) -> Iterator[str]:
     yield from longest_rows()
     yield from loading()
     yield from experts()
+    yield from streams()
 
 
 def longest_rows() -> Iterator[str]:
@@ -95,6 +111,71 @@ def experts() -> Iterator[str]:
             share = found["report"]["largest_share_of_a_rank"] * ranks
             line += f" | {name}: {found['sent'] / found['block']:.4f}, {share:.4f}"
         yield line
+
+
+def streams() -> Iterator[str]:
+    """Records that reach the loops of some ranks, which do nothing else, and what a resume near the end costs.
+
+    Where there are more processes than cores, what each rank's process tokenises, and its CPU time (two windows ahead
+    and its start included), say what cores of their own would gain.
+    """
+    yield "stream of chats | ranks, records/s (beside one rank), what each rank's process tokenised in CPU s"
+    with tempfile.TemporaryDirectory() as folder:
+        rows, first, alone = Path(folder, "rows.jsonl"), {"epoch": 0, "rows_seen": 0}, {}
+        lines = (SAMPLE / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        rows.write_text("".join(islice(cycle(lines), WINDOWS * WINDOW)), encoding="utf-8")
+        for ranks in STREAMED:
+            found = run_ranks(ranks, rows, first, RECORDS)
+            speed = RECORDS / max(one["seconds"] for one in found)
+            alone = alone or found[0]
+            shares = ", ".join(f"{one['tokenised']:,} in {one['cpu']:.1f} s" for one in found)
+            yield f"{ranks:>12} | {speed:,.0f} ({speed * alone['seconds'] / RECORDS:.2f}) | {shares}"
+        positions = {"at its window": alone["late"], "from the epoch's start": {**alone["late"], "stream": {}}}
+        yield f"resume after {alone['late']['rows_seen']:,} records | s to the first step, records tokenised before it"
+        for name, position in positions.items():
+            (found,) = run_ranks(1, rows, position, 1)
+            yield f"{'':12} | {name}: {found['seconds']:.2f} s, {found['tokenised']:,}"
+
+
+def run_ranks(ranks: int, rows: Path, position: dict[str, Any], records: int) -> list[dict[str, Any]]:
+    """What `measure_stream` finds on each of some ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": server.getsockname()[1]}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
+    command, processes = [sys.executable, __file__, "stream", str(rows), json.dumps(position), str(records)], []
+    for rank in range(ranks):
+        own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **own}))
+    return [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
+
+
+def measure_stream(rows: str, position: dict[str, Any], records: int) -> dict[str, Any]:
+    """Take so many records of a stream on this rank: seconds, what it tokenised of them, the last position."""
+    words = f"--dataset_name {rows} --streaming --max_steps 1 --max_length 1024 --output_dir {rows}.run "
+    words += f"--model_name_or_path {MODEL} --per_device_train_batch_size 8 --gradient_accumulation_steps 1"
+    arguments = parse_arguments(words.split())
+    connect_ranks()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    data, tokenised, taken = prepare_data(arguments, load_tokenizer(arguments), rank, ranks), 0, 0
+
+    def counted(own: Any) -> list[Any]:
+        nonlocal tokenised
+        tokenised += len(own.rows)
+        return gather(own)
+
+    gather([])  # all are there
+    start, steps = time.perf_counter(), data.steps(position, counted)
+    while taken < records:
+        step, taken = next(steps), taken + data.share.rows_per_step
+    seconds = time.perf_counter() - start
+    steps.close()
+    while multiprocessing.active_children():
+        time.sleep(0.01)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    gather([])  # none leaves before the others
+    found = {"seconds": seconds, "tokenised": tokenised, "late": step.position, "cpu": usage.ru_utime + usage.ru_stime}
+    dist.destroy_process_group()
+    return found
 
 
 def run(which: str, rows: Path) -> dict[str, Any]:
@@ -163,11 +244,15 @@ def stand_in(batch: dict[str, list], indices: list[int], *args: Any, **kwargs: A
 
 
 def main() -> None:
-    """Print the section, or measure one start for it."""
+    """Print the section, or a part of it, or measure one start or one rank for it."""
+    if sys.argv[1:2] == ["stream"]:
+        print(json.dumps(measure_stream(sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]))))
+        return
     if sys.argv[1:2] in (["first"], ["second"]):
         print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))
         return
-    for line in scale(tuple(map(int, sys.argv[1:])) or SIZES):
+    is_part = sys.argv[1:2] == ["streams"]
+    for line in streams() if is_part else scale(tuple(map(int, sys.argv[1:])) or SIZES):
         print(line, flush=True)
 
 

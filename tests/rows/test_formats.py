@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from rows import files
+from rows.files import digest_of, kept_digest
 from rows.formats import find_format, read_example, row_of
 from rows.labels import IGNORE_INDEX
 from rows.prepare import prepare_data, read_columns
@@ -534,6 +536,22 @@ def test_weight_that_leaves_no_row_or_far_too_many_is_refused(tmp_path: Path, we
 def test_line_of_25_megabytes_is_one_row(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", json.dumps({"text": "a" * 25_000_000}) + '\n{"text": "b"}\n')
     assert [len(row["text"]) for row in read(path)[0]] == [25_000_000, 1]
+
+
+def test_digest_of_a_file_is_made_once_and_anew_after_any_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, hashed = write(tmp_path, "a.jsonl", "one\n"), []
+    monkeypatch.setattr(files, "digest_of", lambda name: hashed.append(name) or digest_of(name))
+    fresh = [kept_digest(str(file), tmp_path) for _ in range(2)]
+    assert hashed == [str(file)] * 2 and fresh == [digest_of(str(file))] * 2  # just written: not yet to be trusted
+    monkeypatch.setattr(files, "SETTLED_S", 0.0)
+    kept = [kept_digest(str(file), tmp_path) for _ in range(3)]
+    assert len(hashed) == 3 and kept == [fresh[0]] * 3
+    before = file.stat()
+    file.write_text("two\n")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # its size and time say nothing
+    assert kept_digest(str(file), tmp_path) == digest_of(str(file)) != fresh[0] and len(hashed) == 4
 
 
 def test_changed_file_is_read_again(tmp_path: Path) -> None:
