@@ -1,5 +1,6 @@
 # make finetune   set up and train the embedded sample
 # make test       set up and run the tests (2 CPU cores are enough)
+# make test-slow  the tests that make test leaves out: more cases of what it proves, and whole runs
 # make test-plain  run what depends on arithmetic as on a CPU without bf16 instructions
 # make sweep      verify every architecture that transformers knows (slow; goes on where it stopped)
 # make same_bits  what the scripts write, now and at COMMIT, to the bit: for changes that must change nothing
@@ -13,20 +14,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= accelerate_configs/default.yaml
 
-.PHONY: finetune test test-plain sweep same_bits kill_points bench bench-ladder lint clean
+.PHONY: finetune test test-slow test-plain sweep same_bits kill_points bench bench-ladder lint clean
 
 finetune: $(VENV)/recipes.done
 	@# one process per GPU, or two; fp32 where the CPU only emulates bf16, and says so
 	flags=$$($(BIN)/python recipes/sample/launch_flags.py) && \
 		$(BIN)/accelerate launch --config_file $(CONFIG) $$flags recipes/finetune.py $(ARGS)
 
+# three test files at a time: much of a launch is one process importing libraries, or ranks that wait
+AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/tests.done
-	@# three test files at a time: much of a launch is one process importing libraries, or ranks that wait
-	$(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest tests -m "not slow" $(AT_ONCE) $(ARGS)
+
+test-slow: $(VENV)/tests.done
+	$(BIN)/python -m pytest tests -m slow $(AT_ONCE) $(ARGS)
 
 test-plain: $(VENV)/tests.done
 	PYTHONPATH=$(CURDIR)/tests/plain_arithmetic ATEN_CPU_CAPABILITY=avx2 \
-		$(BIN)/python -m pytest tests -m arithmetic -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+		$(BIN)/python -m pytest tests -m "arithmetic and not slow" $(AT_ONCE) $(ARGS)
 
 sweep: $(VENV)/tests.done
 	$(BIN)/python tests/sweep.py $(ARGS)

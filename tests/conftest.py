@@ -50,6 +50,9 @@ def pytest_configure(config) -> None:
     """Register the markers. A thread that fails has outlived its test, or hides a fault: an error."""
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
+    config.addinivalue_line(
+        "markers", "slow: more cases of what others prove, or a whole run; make test-slow runs these"
+    )
     config.addinivalue_line("markers", "arithmetic: depends on how the processor computes; make test-plain runs these")
 
 

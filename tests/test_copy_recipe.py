@@ -383,6 +383,7 @@ def test_wrong_commands_are_one_line_that_names_what_is_allowed(clone, to, tmp_p
     assert [command(clone, *words).returncode for words in wrong] == [2] * 7
 
 
+@pytest.mark.slow
 def test_copy_trains_and_exports_in_a_project_whose_modules_have_the_same_names(tmp_path):
     """From another working directory, and with the project on PYTHONPATH; each of its modules fails if imported."""
     files = "utils.py hooks.py training/__init__.py rows/__init__.py tools/__init__.py data/x.py models/x.py"

@@ -25,6 +25,7 @@ def without(data, tmp_path_factory):
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCENARIOS)
 def test_script_without_tools_gives_the_same_bits_and_resumes_to_them(without, data, tmp_path, script):
     done = finetune_in_process(

@@ -1,6 +1,6 @@
-"""Verify a dozen varied architectures, and Llama with each classic fault planted, in one process pair; JSON to OUT.
+"""Verify some of a dozen varied architectures, or Llama with each classic fault planted, in one process pair.
 
-python tests/verify_worker.py OUT
+python tests/verify_worker.py OUT NAME [NAME ...]       JSON to OUT; the name `faults` means the latter
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import json
 import sys
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -50,7 +51,7 @@ enable = PreTrainedModel.activation_checkpointing_enable
 
 
 def main() -> None:
-    sys.exit(run_on_cpu_ranks(work, sys.argv[1], 2))
+    sys.exit(run_on_cpu_ranks(work, sys.argv[1:], 2))
 
 
 def enable_without_random_state(model: nn.Module, activation_checkpointing_kwargs: dict, **kwargs: object) -> None:
@@ -195,45 +196,58 @@ FAULTS_OF_ONE_CASE = {  # found by the plain case as well as by any
 }
 
 
-def work(out: str) -> None:
+def work(words: list[str]) -> None:
     """One rank."""
+    out, *names = words
     warnings.filterwarnings("ignore")
     finetune.memory = lambda device: {"live_tensors_gib": 0.0}  # counting live tensors is a tenth of such a run
     configs = {
         name: read_hook_config(str(CONFIGS / f"{name}.yaml")) for name in ("default", "performance", "mem_limit")
     }
     accelerator = make_accelerator(command.exact_config(configs["default"]))
-    results: dict = {"dozen": {}, "faults": {}}
-
-    def checks(name: str, scenario: str, references: dict | None = None) -> dict:
-        found = command.verify(CONFIG_MAPPING[name](), configs[scenario], accelerator, references=references)
-        return {check.name: vars(check) for check in found}
-
-    all_cases = command.CASES
-    for name, scenario in DOZEN.items():
-        cases = [case for case in all_cases if name in WITH_ALL_CASES or case.name in CASES_OF_MOST]
-        with mock.patch.object(command, "CASES", cases):
-            results["dozen"][name] = checks(name, scenario)
-    unsharded: dict = {}  # made without a fault, which is the first entry
-    for fault, (patch, names) in FAULTS.items():
-        with patch, mock.patch.object(command, "CASES", [c for c in command.CASES if not names or c.name in names]):
-            results["faults"][fault] = checks("llama", "default", unsharded)
-    for fault, patch in FAULTS_OF_ONE_CASE.items():
-        calls[0] = 0
-        with patch, mock.patch.object(command, "CASES", command.CASES[:1]):
-            results["faults"][fault] = checks("llama", "default", unsharded)
-    with mock.patch.object(LlamaForCausalLM, "forward", no_forward):
-        results["faults"]["does not run"] = checks("llama", "default")
-    results["faults"]["no balancing"] = run_without_balancing(configs, accelerator)
-    results["faults"]["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
-    of_dtypes = mock.patch.object(command, "CASES", [case for case in command.CASES if case.is_policy])
-    with of_dtypes, mock.patch.object(runs, "precision_policies", policies_that_cast_inputs):
-        results["faults"]["inputs cast"] = checks("beam", "default")
-    with of_dtypes, mock.patch.object(hook_wrap, "kept_in_fp32", lambda model: ([], [])):
-        results["faults"]["routers rounded"] = checks("deepseek_v3", "default")
+    results = {name: architecture(name, configs, accelerator) for name in names if name != "faults"}
+    if "faults" in names:
+        results["faults"] = faults(configs, accelerator)
     if accelerator.is_main_process:
         Path(out).write_text(json.dumps(results))
     end(accelerator)
+
+
+def checks(name: str, config: HookConfig, accelerator: object, references: dict | None = None) -> dict:
+    """The checks of an architecture, by their names."""
+    found = command.verify(CONFIG_MAPPING[name](), config, accelerator, references=references)
+    return {check.name: vars(check) for check in found}
+
+
+def architecture(name: str, configs: dict[str, HookConfig], accelerator: object) -> dict:
+    """The checks of one of the dozen under its YAML."""
+    cases = [case for case in command.CASES if name in WITH_ALL_CASES or case.name in CASES_OF_MOST]
+    with mock.patch.object(command, "CASES", cases):
+        return checks(name, configs[DOZEN[name]], accelerator)
+
+
+def faults(configs: dict[str, HookConfig], accelerator: object) -> dict:
+    """The checks under each fault, by its name."""
+    found: dict = {}
+    unsharded: dict = {}  # made without a fault, which is the first entry
+    of_llama = partial(checks, "llama", configs["default"], accelerator)
+    for fault, (patch, names) in FAULTS.items():
+        with patch, mock.patch.object(command, "CASES", [c for c in command.CASES if not names or c.name in names]):
+            found[fault] = of_llama(unsharded)
+    for fault, patch in FAULTS_OF_ONE_CASE.items():
+        calls[0] = 0
+        with patch, mock.patch.object(command, "CASES", command.CASES[:1]):
+            found[fault] = of_llama(unsharded)
+    with mock.patch.object(LlamaForCausalLM, "forward", no_forward):
+        found["does not run"] = of_llama()
+    found["no balancing"] = run_without_balancing(configs, accelerator)
+    found["deferred in bf16"] = deferred_in_bf16(configs["performance"], accelerator)
+    of_dtypes = mock.patch.object(command, "CASES", [case for case in command.CASES if case.is_policy])
+    with of_dtypes, mock.patch.object(runs, "precision_policies", policies_that_cast_inputs):
+        found["inputs cast"] = checks("beam", configs["default"], accelerator)
+    with of_dtypes, mock.patch.object(hook_wrap, "kept_in_fp32", lambda model: ([], [])):
+        found["routers rounded"] = checks("deepseek_v3", configs["default"], accelerator)
+    return found
 
 
 def deferred_in_bf16(config: HookConfig, accelerator: object) -> dict:

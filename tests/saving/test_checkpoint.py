@@ -112,6 +112,7 @@ def assert_same_run(folder, whole, first_step):
     assert same_weights(weights_of(folder), weights_of(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
     [

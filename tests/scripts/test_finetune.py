@@ -134,6 +134,7 @@ def test_learning_rate_depends_on_the_step_alone(default_run):
         assert row["learning_rate"] == pytest.approx(5e-4 * share, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_limit_yaml_learns_the_sample_too(tmp_path):
     sample = ["--config", SAMPLE / "arguments.yaml", "--model_name_or_path", SMALL_MODEL]
     sample += ["--dataset_name", part_of_sample(tmp_path / "data", 32), "--predict_with_generate", "false"]
@@ -144,6 +145,7 @@ def test_memory_limit_yaml_learns_the_sample_too(tmp_path):
     assert report["num_units"] == 5 and len(report["recomputed_blocks"]) == 3
 
 
+@pytest.mark.slow
 def test_shuffled_answers_are_not_learnt(tmp_path):
     """The score measures what the rows teach: with answers moved to other prompts it stays low in as many steps."""
     rows = [json.loads(line) for line in (SAMPLE / "data" / "train.jsonl").read_text().splitlines()]

@@ -115,6 +115,7 @@ def truths(folder):
     return worker(folder, "truth", layouts(folder))
 
 
+@pytest.mark.slow
 def test_live_bytes_are_those_of_real_tensors(truths):
     errors = {name: one["peak_with_host"] / one["true"] - 1 for name, one in truths.items()}
     assert len(errors) == 12 + 8
@@ -123,6 +124,7 @@ def test_live_bytes_are_those_of_real_tensors(truths):
     assert len({one["true"] for one in truths.values()}) > 15  # the layouts differ, so a count that ignores one fails
 
 
+@pytest.mark.slow
 def test_live_bytes_are_those_of_two_real_processes(folder):
     of_two = {name: one for name, one in layouts(folder, rows_in_bf16=ROWS).items() if one.num_processes == 2}
     found = worker(folder, "gloo", dict(list(of_two.items())[::3]))

@@ -500,6 +500,7 @@ def test_table_gives_ratios_to_the_run_as_asked_row_by_row():
     assert table([{**asked, "memory_gib": None}], 3)[2].split()[-2:] == ["?", "?"]
 
 
+@pytest.mark.slow
 def test_compare_runs_each_setting_and_takes_no_memory_left_for_an_answer(tmp_path):
     folder = tmp_path / "out"
     run = finetune_in_process(

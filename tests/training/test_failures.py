@@ -59,6 +59,7 @@ def test_error_on_one_rank_is_the_last_thing_on_the_screen(tmp_path):
     assert "the disk is gone" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_place_parts_and_next_knob(tmp_path):
     shown = failed("memory", tmp_path)
     head = "rank 1, step 2: out of memory in forward: model.layers.0.mlp"

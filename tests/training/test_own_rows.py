@@ -56,6 +56,7 @@ def written(folder):
     }
 
 
+@pytest.mark.slow
 def test_copy_without_rows_trains_to_the_same_bits_and_resumes_to_them(copy, tmp_path):
     data, words = part_of_sample(tmp_path / "data", TEST_ROWS), [*WORDS.split(), "--model_name_or_path", small_model()]
     train = (data / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
