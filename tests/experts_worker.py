@@ -66,7 +66,7 @@ def gpt_oss(experts: int) -> nn.Module:
 
 def built(family: Callable[[int], nn.Module], experts: int, case: Case) -> nn.Module:
     """A model as the scripts make it of what is loaded, with the same weights on every rank."""
-    set_seed(1)  # with 0, bf16 gradients of 8 experts on 3 ranks differ by 1e-3 after a step, cut along dim 0 as well
+    set_seed(0)
     model = family(experts)
     model.config.use_cache, model.config.output_router_logits = False, case.balances
     arguments = FinetuneArguments(model_name_or_path="", use_peft=case.use_peft, lora_r=4, lora_alpha=8, lora_dropout=0)
@@ -148,7 +148,7 @@ def main() -> None:
     accelerator = make_accelerator(base)
     is_main = accelerator.is_main_process
     results: dict = {"cases": {}, "loaded": {}}
-    for family, experts, names in ((tiny_mixtral, 2, KEYS), (tiny_mixtral, 8, SOME), (gpt_oss, 5, ("plain", "LoRA"))):
+    for family, experts, names in ((tiny_mixtral, 2, KEYS), (tiny_mixtral, 8, SOME), (gpt_oss, 5, SOME)):
         references: dict = {}
 
         def build(case: Case, family: Callable = family, experts: int = experts) -> nn.Module:

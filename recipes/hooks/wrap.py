@@ -245,8 +245,9 @@ def placement_of(shape: Sequence[int], num_shards: int) -> Shard | None:
     """The dim that a parameter of this shape is cut along; None: dim 0, which is the cheapest.
 
     FSDP2 pads dim 0 to a multiple of the shards, sends the padding along, and the first ranks hold all there is: of 8
-    experts 64 ranks gather 8 times the bytes. Another dim must divide by the shards, and costs copies on the device:
-    the parameter once per gather, its gradient once per reduction. So it is taken where dim 0 pads more than a little.
+    experts 64 ranks gather 8 times the bytes. Another dim must divide by the shards, and costs a copy on the device, in
+    time and for that time in memory, of the parameter in each gather and of its gradient in each reduction. So it is
+    taken where dim 0 pads more than a little.
     """
     if not shape:
         return None  # a scalar, which FSDP2 refuses by its name

@@ -169,7 +169,7 @@ def on_3(folder, on_4):
 
 
 def test_unsharded_training_is_equalled_whatever_dim_is_cut(on_4, on_3):
-    assert on_4["cases"].keys() == on_3["cases"].keys() and len(on_4["cases"]) == 13
+    assert on_4["cases"].keys() == on_3["cases"].keys() and len(on_4["cases"]) == 14
     for found in (on_4, on_3):
         for name, case in found["cases"].items():
             errors, is_in_bf16 = case["errors"], "bf16" in name

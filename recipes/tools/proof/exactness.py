@@ -82,6 +82,7 @@ def reference_run(
     random_states = [rank_state(r) for r in range(len(steps[0]))]
     for step, per_rank in enumerate(steps, 1):
         count = sum((batch["labels"][:, 1:] != -100).sum() for micro_batches in per_rank for batch in micro_batches)
+        share = len(per_rank) / count.item()  # rounded once, as in the scripts: bf16 makes 1e-3 of a last bit
         summed: list[torch.Tensor | None] = [None] * len(trained)
         own: list[list[torch.Tensor | None]] = [[None] * len(trained) for _ in per_rank]  # not reduced yet
         loss_sum, last = torch.zeros(()), len(per_rank[0]) - 1
@@ -91,7 +92,7 @@ def reference_run(
                 is_recorded = bool(run.outputs[r])
                 with contextlib.nullcontext() if is_recorded else recorded_outputs(model, run.outputs[r]):
                     loss, token_loss = reference_loss(model, micro_batches[i], arithmetic, auxiliary_weight)
-                gradients = torch.autograd.grad(loss * len(per_rank) / count, trained.values(), allow_unused=True)
+                gradients = torch.autograd.grad(loss * share, trained.values(), allow_unused=True)
                 random_states[r] = torch.get_rng_state()
                 loss_sum += token_loss
                 gradients = [None if g is None else g.to(dtypes[name]) for name, g in zip(trained, gradients)]

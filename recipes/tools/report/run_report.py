@@ -181,6 +181,7 @@ def wrap_section(wrap: dict[str, Any]) -> list[str]:
         ("parameters", f"{wrap['parameters']:,}, of which {wrap['trainable_parameters']:,} are trained"),
         ("parameters per unit", spread),
         ("share left in the root", f"{wrap['share_left_in_root']:.1%}"),
+        ("padding that gathers move", f"{wrap['padding']:.2%}" if "padding" in wrap else "not recorded"),
         ("blocks that recompute", f"{len(recomputed)} of {wrap['num_blocks']}"),
     ]
     head = ("modules", "parameters", "freed after forward", "compute", "reduce")
