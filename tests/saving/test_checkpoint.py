@@ -34,6 +34,7 @@ from launching import (
     small_model,
     wait_for_end,
 )
+from rows import streaming
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saving.folder import best_checkpoint, check_files, complete_checkpoints, read_manifest
@@ -134,20 +135,28 @@ def test_run_that_was_stopped_again_and_again_equals_one_that_never_was(rows, tm
     assert same_weights(weights_of(other), weights_of(one))
 
 
+def small_windows():
+    """Streams of windows that a few steps use up."""
+    streaming.WINDOW = 7
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "scenario"),
-    [(2, 1, "default"), (1, 3, "performance")],
+    ("before", "after", "scenario", "more"),
+    [(2, 1, "default", []), (1, 3, "performance", []), (2, 3, "default", ["--streaming"])],
 )
-def test_other_world_size_and_wrapping_continue_the_same_rows(rows, tmp_path, before, after, scenario):
+def test_other_world_size_and_wrapping_continue_the_same_rows(rows, tmp_path, before, after, scenario, more):
     """12 rows a step on 1, 2 or 3 ranks."""
-    arguments = [*common(rows, steps=7), "--per_device_train_batch_size", 1]
+    arguments = [*common(rows, steps=7), "--per_device_train_batch_size", 1, *more]
     one = tmp_path / "one"
-    share = ["--gradient_accumulation_steps", 12 // before, "--output_dir", one]
-    succeeded(finetune_in_process([*arguments, *share], tmp_path / "log", world_size=before))
-    options = {"world_size": after, "config": scenario}
+    share, windows = ["--gradient_accumulation_steps", 12 // before, "--output_dir", one], {"before": small_windows}
+    succeeded(finetune_in_process([*arguments, *share], tmp_path / "log", world_size=before, **windows))
+    options = {"world_size": after, "config": scenario, **windows}
     arguments += ["--gradient_accumulation_steps", 12 // after]
     folder, done = resumed(one, 2, tmp_path, arguments, **options)
     assert f"saved by {before} ranks, resumed by {after}" in succeeded(done)
+    if more:  # step 2 ends 24 rows on, in the fourth window
+        stream = read_manifest(one / "checkpoint-2")["stream"]
+        assert (stream["window"], stream["place"]["rows"], stream["taken"]) == (3, 21, 3)
     expected, found = steps_of(one), steps_of(folder)
     assert set(found) == {3, 4, 5, 6, 7}
     for step, (loss, norm, rate) in found.items():
