@@ -482,6 +482,14 @@ def test_rows_that_an_older_version_grouped_by_length_are_said_to_come_in_anothe
     assert [len(lines) for lines in notes] == [1, 0, 0] and "in another order" in notes[0][0]
 
 
+def test_older_checkpoint_that_does_not_say_where_its_stream_stood_is_noted():
+    arguments = {"seed": 0, "group_by_length": False, "streaming": True, "use_peft": False}
+    facts = {"arguments": arguments, "yaml": {}, "data": "", "frozen": {}, "model": "", "rows_per_step": 8}
+    states = ({"rows_seen": 8}, {"rows_seen": 8, "stream": {"window": 0}}, {"rows_seen": 0, "stream": {}})
+    notes = [compare_runs(facts | state, facts) for state in states]
+    assert [len(lines) for lines in notes] == [1, 0, 0] and "did not note where the stream stood" in notes[0][0]
+
+
 def test_other_model_stops_the_run(rows, whole, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(MODEL, other)
