@@ -181,10 +181,11 @@ def parts_ahead(ahead: int, *arguments: Any) -> Iterator[Part]:
     atexit.register(process.kill)  # where nobody closes this generator; a polite signal is ignored
     try:
         while True:
+            is_alive = process.is_alive()  # before: what it left is still there
             try:
                 yield queue.get(timeout=POLL_S)
             except Empty:
-                if not process.is_alive():
+                if not is_alive:
                     reason = f"exit code {process.exitcode}; -9: it was killed, mostly for want of memory"
                     raise RuntimeError(f"the process that reads the stream has ended ({reason})") from None
     finally:

@@ -83,6 +83,10 @@ def compare_runs(saved: dict[str, Any], run: dict[str, Any]) -> list[str]:
             "an older version grouped rows by length in another order: until the epoch ends some rows come twice and "
             "others not"
         )
+    if now["streaming"] and saved["rows_seen"] and not saved.get("stream"):
+        notes.append(
+            "an older version did not note where the stream stood: what the epoch has seen is tokenised once more"
+        )
     kinds = (("--", before, now), ("YAML ", saved["yaml"], run["yaml"]))
     return notes + [
         f"changed since the checkpoint: {kind}{name} was {old.get(name)}, now {value}"

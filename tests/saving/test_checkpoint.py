@@ -39,6 +39,7 @@ from launching import (
     small_model,
     wait_for_end,
 )
+from rows import streaming
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saving import checkpoint as checkpoint_module
@@ -142,20 +143,28 @@ def test_run_that_was_stopped_again_and_again_equals_one_that_never_was(rows, tm
     assert same_weights(weights_of(other), weights_of(one))
 
 
+def small_windows():
+    """Streams of windows that a few steps use up."""
+    streaming.WINDOW = 7
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "scenario"),
-    [(2, 1, "default"), (1, 3, "performance")],
+    ("before", "after", "scenario", "more"),
+    [(2, 1, "default", []), (1, 3, "performance", []), (2, 3, "default", ["--streaming"])],
 )
-def test_other_world_size_and_wrapping_continue_the_same_rows(rows, tmp_path, before, after, scenario):
+def test_other_world_size_and_wrapping_continue_the_same_rows(rows, tmp_path, before, after, scenario, more):
     """12 rows a step on 1, 2 or 3 ranks."""
-    arguments = [*common(rows, steps=7), "--per_device_train_batch_size", 1]
+    arguments = [*common(rows, steps=7), "--per_device_train_batch_size", 1, *more]
     one = tmp_path / "one"
-    share = ["--gradient_accumulation_steps", 12 // before, "--output_dir", one]
-    succeeded(finetune_in_process([*arguments, *share], tmp_path / "log", world_size=before))
-    options = {"world_size": after, "config": scenario}
+    share, windows = ["--gradient_accumulation_steps", 12 // before, "--output_dir", one], {"before": small_windows}
+    succeeded(finetune_in_process([*arguments, *share], tmp_path / "log", world_size=before, **windows))
+    options = {"world_size": after, "config": scenario, **windows}
     arguments += ["--gradient_accumulation_steps", 12 // after]
     folder, done = resumed(one, 2, tmp_path, arguments, **options)
     assert f"saved by {before} ranks, resumed by {after}" in succeeded(done)
+    if more:  # step 2 ends 24 rows on, in the fourth window
+        stream = read_manifest(one / "checkpoint-2")["stream"]
+        assert (stream["window"], stream["place"]["rows"], stream["taken"]) == (3, 21, 3)
     expected, found = steps_of(one), steps_of(folder)
     assert set(found) == {3, 4, 5, 6, 7}
     for step, (loss, norm, rate) in found.items():
@@ -479,6 +488,14 @@ def test_rows_that_an_older_version_grouped_by_length_are_said_to_come_in_anothe
     states = ({"rows_seen": 8}, {"rows_seen": 8, "rows_per_group": 8}, {"rows_seen": 0})
     notes = [compare_runs(facts | state, facts) for state in states]
     assert [len(lines) for lines in notes] == [1, 0, 0] and "in another order" in notes[0][0]
+
+
+def test_older_checkpoint_that_does_not_say_where_its_stream_stood_is_noted():
+    arguments = {"seed": 0, "group_by_length": False, "streaming": True, "use_peft": False}
+    facts = {"arguments": arguments, "yaml": {}, "data": "", "frozen": {}, "model": "", "rows_per_step": 8}
+    states = ({"rows_seen": 8}, {"rows_seen": 8, "stream": {"window": 0}}, {"rows_seen": 0, "stream": {}})
+    notes = [compare_runs(facts | state, facts) for state in states]
+    assert [len(lines) for lines in notes] == [1, 0, 0] and "did not note where the stream stood" in notes[0][0]
 
 
 def test_other_model_stops_the_run(rows, whole, tmp_path):
