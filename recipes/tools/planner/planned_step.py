@@ -209,7 +209,7 @@ def make_plan(
     ranks = min(request.num_processes, GPUS_PER_MACHINE)
     host = {"weights mapped while loading (page cache)": step.loaded / GIB}
     if step.host:
-        host["offloaded, pinned"] = ranks * step.host / GIB
+        host["offloaded, pinned (in powers of two)"] = ranks * step.host / GIB
     if arguments["async_save"]:  # masters and moments, fp32
         host["copy of the state while it is saved"] = ranks * 12 * step.trainable / request.num_processes / GIB
     return Plan(name, step, outside, capacity, seconds, rows * step.length, host)
