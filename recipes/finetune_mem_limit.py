@@ -50,7 +50,7 @@ from training.launch import (
     stop_together,
 )
 from training.loss_watch import LossWatch
-from training.losses import num_label_tokens
+from training.losses import count_tokens
 from training.metrics import MetricsLog, StepMeter, memory
 from training.model import (
     add_adapters,
@@ -67,9 +67,10 @@ from training.origin import origin_lines
 from training.out_of_memory import OPTIMIZER, SmallerMicroBatches, stop_if_out_of_memory
 from training.profiling import StepProfiler
 from training.progress import Progress, follow_blocks
+from training.sending import send, send_values
 from training.start_lines import preview, start_lines
 from transformers import PreTrainedTokenizerBase
-from utils import clip_grad_norm, precision_policies
+from utils import clip_grad_norm, precision_policies, read_together
 
 SAMPLE_DIR = Path(__file__).parent / "sample"
 STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + SIGTERM)
@@ -171,7 +172,7 @@ def train(
     accelerator, model, device = live.accelerator, live.model, live.accelerator.device
     meter, watch = StepMeter(), LossWatch(config)
     profiler = StepProfiler(accelerator, model, micro_batch_loss, arguments, log=log, meter=meter)
-    smaller = SmallerMicroBatches(accelerator, model, arguments.per_device_train_batch_size, log.say)
+    smaller = SmallerMicroBatches(accelerator, model, arguments, state=live.state, say=log.say)
     guard = NonFiniteSteps(accelerator, model, arguments, config, state=live.state, say=log.say)
     step, is_stopping = live.state["step"], False
     while step < log.total_steps and not is_stopping:
@@ -181,18 +182,18 @@ def train(
             batches = next(steps)
 
         # The loss is a mean over the label tokens of the whole step, so count them over all ranks first.
-        labels = [batch["labels"] for batch in batches.micro_batches]
-        counts = [sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))]
-        label_tokens, tokens = accelerator.reduce(torch.tensor(counts, device=device)).tolist()
+        counts = send_values(count_tokens(batches.micro_batches), device)
+        counts = accelerator.reduce(counts)  # [label tokens, tokens] of all ranks, still on the device
         whole_step = partial(
-            forward_backward, accelerator, model, label_tokens=label_tokens, config=config, progress=progress
+            forward_backward, accelerator, model, label_tokens=counts[0], config=config, progress=progress
         )
         loss_sum = guard.run(partial(smaller.run, whole_step), batches.micro_batches)
+        # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
+        sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_full((), len(progress.signals))]))
         with progress.mark("clipping"):
             grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
-        # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
-        sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(progress.signals))]))
-        loss_sum, signalled = sums.tolist()
+            # All that the host must know of the step, at once: here alone the CPU waits for the device.
+            loss_sum, signalled, label_tokens, tokens, grad_norm = read_together(sums, counts, grad_norm)
         is_stopping = signalled > 0
         learning_rate = float(live.scheduler.get_last_lr()[0])
         if is_taken := guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # or ends the run
@@ -206,6 +207,7 @@ def train(
         live.optimizer.zero_grad()
         tokens_seen = live.state["tokens_seen"] + tokens
         live.state = {"step": step, **batches.position, "tokens_seen": tokens_seen, **guard.count(is_taken)}
+        live.state |= smaller.state
         meter.add_step(tokens)
         log.bar.update()
 
@@ -232,7 +234,7 @@ def forward_backward(
     model: nn.Module,
     micro_batches: list[dict[str, torch.Tensor]],
     *,
-    label_tokens: int,
+    label_tokens: torch.Tensor,
     config: HookConfig,
     progress: Progress,
 ) -> torch.Tensor:
@@ -240,7 +242,7 @@ def forward_backward(
     loss_sum = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(micro_batches):
         set_gradient_sync(model, config, is_last_micro_batch=i == len(micro_batches) - 1)
-        batch = {name: values.to(accelerator.device, non_blocking=True) for name, values in batch.items()}
+        batch = send(batch, accelerator.device)
         with progress.mark("forward"):
             loss, token_loss = micro_batch_loss(model, batch, label_tokens, accelerator.num_processes)
         with progress.mark("backward"):

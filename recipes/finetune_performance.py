@@ -4,8 +4,8 @@
     accelerate launch --config_file accelerate_configs/performance.yaml recipes/finetune_performance.py \
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name my_chats.jsonl --torch_compile
 
-The loop waits for the device once per step, where the gradients' norm is checked before the weights change; all else
-is read there too, and the next step's batches are read and sent before it.
+The loop waits for the device where the gradients' norm is checked before the weights change; the next step's batches
+are read and sent before that.
 
 Without a model and a data set it trains the embedded sample. The YAML says what FSDP does to the model, this script
 what the loop does to the batch. On a machine without GPUs the same code runs over gloo.
@@ -71,7 +71,7 @@ from training.profiling import StepProfiler
 from training.progress import Progress, follow_blocks
 from training.start_lines import preview, start_lines
 from transformers import PreTrainedTokenizerBase
-from utils import clip_grad_norm, precision_policies
+from utils import clip_grad_norm, precision_policies, read_together
 
 SAMPLE_DIR = Path(__file__).parent / "sample"
 STOPPED = 143  # exit status of a run that a signal ended after it saved (128 + SIGTERM)
@@ -189,15 +189,15 @@ def train(
         )
         loss_sum = guard.run(whole_step, batches.micro_batches)
         # With the loss travels whether a signal asks any rank to stop, so that all see it in the same step.
-        sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_tensor(len(progress.signals))]))
-
+        sums = accelerator.reduce(torch.stack([loss_sum, loss_sum.new_full((), len(progress.signals))]))
         # The device is still at work: read the next step's rows and send them.
         with progress.mark("reading the data"), meter.reading():
             upcoming = fetch_ahead(steps, device) if step < log.total_steps else upcoming
 
         with progress.mark("clipping"):
-            grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)  # the CPU waits for the device
-        (loss_sum, signalled), (label_tokens, tokens) = sums.tolist(), counts.tolist()
+            grad_norm = clip_grad_norm(accelerator, model, arguments.max_grad_norm)
+            # All that the host must know of the step, at once: here alone the CPU waits for the device.
+            loss_sum, signalled, label_tokens, tokens, grad_norm = read_together(sums, counts, grad_norm)
         is_stopping = signalled > 0
         learning_rate = float(live.scheduler.get_last_lr()[0])
         if is_taken := guard.allows(step, batches.rows, loss_sum, label_tokens, grad_norm):  # or ends the run

@@ -212,9 +212,10 @@ class Run:
         script="finetune",
         reports=False,
         before: Callable[[], None] | None = None,
+        first: list[int] | None = None,
     ):
         """`config`: a YAML's path, None for none, or a scenario's name: its YAML in fp32. `before`: called in each
-        rank, a function of a module in tests/."""
+        rank, a function of a module in tests/. `first`: the ranks that start now; all unless it is said."""
         log.unlink(missing_ok=True)
         config = in_fp32(config) if isinstance(config, str) else config
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -224,14 +225,18 @@ class Run:
         self.log = log
         ranks = range(max(world_size, 1))
         self.ranks = [CONTEXT.Process(target=be_rank, args=(script, rank, *common)) for rank in ranks]
-        for process in self.ranks:
-            process.start()
+        for rank in ranks if first is None else first:
+            self.start(rank)
+
+    def start(self, rank):
+        """Start a rank."""
+        self.ranks[rank].start()
 
     def wait_for(self, text):
         """Wait until the run has printed this."""
-        patience = Patience(*(process.pid for process in self.ranks))
+        patience = Patience(*(process.pid for process in self.ranks if process.pid))
         while text not in (self.log.read_text() if self.log.exists() else ""):
-            is_alive = any(process.is_alive() for process in self.ranks)
+            is_alive = any(process.is_alive() for process in self.ranks if process.pid)
             assert is_alive and not patience.is_over(), self.log.read_text()[-3000:]
             time.sleep(0.05)
 

@@ -23,6 +23,7 @@ from tools.proof.exactness import Run
 from training import out_of_memory
 from training.evaluation import evaluate
 from training.launch import end, make_accelerator
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 PLACES = ("embedding", "forward", "loss", "recompute", "backward")
 DEFERRED = (("hook_reduce_every_micro_batch", False),)
@@ -111,8 +112,8 @@ def main() -> None:
 
     own_init = finetune_mem_limit.SmallerMicroBatches.__init__
 
-    def noting(self, accelerator, model, rows, say) -> None:
-        own_init(self, accelerator, model, rows, said.append)
+    def noting(self, accelerator, model, arguments, state, say) -> None:
+        own_init(self, accelerator, model, arguments, state=state, say=said.append)
 
     def entry(name: str, cell: Cell, disturb: Callable[[LiveState], None] = undisturbed) -> None:
         live = prepared(cell, base, accelerator)
@@ -175,6 +176,25 @@ def main() -> None:
 def split_from_the_start(self, batch: dict) -> list[dict]:
     """Rows one by one, as if a rank had run out of memory before."""
     return [{name: values[i : i + 1] for name, values in batch.items()} for i in range(len(batch["input_ids"]))]
+
+
+def one_row_fits() -> None:
+    """In a rank of another run: from the second step on rank 1 is out of memory in micro-batches of more rows."""
+    from training.progress import Progress
+
+    begin, forward = Progress.begin, LlamaMLP.forward
+
+    def too_large(module, hidden):
+        if hidden.shape[0] > 1 and torch.is_grad_enabled():
+            run_out()
+        return forward(module, hidden)
+
+    def begun(progress, step):
+        if step == 2 and dist.get_rank() == 1:
+            LlamaMLP.forward = too_large
+        begin(progress, step)
+
+    Progress.begin = begun
 
 
 if __name__ == "__main__":

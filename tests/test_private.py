@@ -120,7 +120,7 @@ def test_every_function_says_which_public_way_was_looked_for():
             if isinstance(node, ast.FunctionDef):
                 functions += 1
                 assert "Public way looked for:" in " ".join(ast.get_docstring(node).split()), (file, node.name)
-    assert functions == 26
+    assert functions == 27
 
 
 # -- hooks/private_torch.py and tools/private_torch.py --
@@ -260,6 +260,18 @@ def test_model_says_what_is_not_split_and_what_stays_in_fp32():
     patterns = private_transformers.strict_fp32_patterns(model)
     assert patterns and all(any(pattern in name for name in model.state_dict()) for pattern in patterns), patterns
     assert private_transformers.unsplit_classes(torch.nn.ReLU()) == set()
+
+
+@torch.no_grad()
+def test_masks_without_reading_are_made_or_left_out_as_told():
+    model, ids = tiny_llama(), torch.arange(8)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    run = partial(model, ids, position_ids=positions, use_cache=False)
+    expected = run().logits
+    with private_transformers.masks_without_reading(True):
+        assert torch.equal(run().logits, expected)
+    with private_transformers.masks_without_reading(False):
+        assert not torch.allclose(run().logits, expected, atol=1e-2)
 
 
 def test_attention_is_what_was_set():

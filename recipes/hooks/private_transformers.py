@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers.masking_utils
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 
@@ -64,3 +65,12 @@ def keeps_slices(operation: Any, dim: int) -> bool:
     if isinstance(operation, core_model_loading.MergeModulelist):
         return operation.dim == 0
     return isinstance(operation, core_model_loading.Concatenate) and operation.dim not in (dim, dim - 2, dim - 3)
+
+
+def masks_without_reading(needs_mask: bool) -> AbstractContextManager:
+    """Inside, masks are made, or left out, without a look at the values of positions and padding, for which the CPU
+    would wait; what is traced is made so. Public way looked for: a mask of four dimensions is taken as it is, by layers
+    of all kinds alike, and positions are read all the same."""
+    if needs_mask:
+        return mock.patch.object(transformers.masking_utils, "is_tracing", lambda *_: True)
+    return mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 START = {"step": 0, "epoch": 0, "rows_seen": 0, "tokens_seen": 0}  # of a new run
 START |= {"skipped_steps": 0, "skipped_in_a_row": 0, "rows_per_group": 0, "stream": {}}  # which older ones do not say
+START |= {"rows_per_piece": 0}  # of finetune_mem_limit.py, once it was out of memory
 MANIFEST, LOCK = "manifest.json", ".lock"
 FORMAT = 1  # of a checkpoint's folder and manifest
 MANIFEST_TYPES = {"step": int, "epoch": int, "rows_seen": int, "tokens_seen": int, "schedule_steps": int}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .losses import num_label_tokens
+from .losses import count_tokens
+from .sending import send, send_values
 
 if TYPE_CHECKING:  # rows of the user's own need no rows/
     from rows.batches import Step
@@ -31,16 +32,10 @@ class Fetched:
 
 
 def fetch_ahead(steps: Iterator[Step], device: torch.device) -> Fetched:
-    """Read the next step and send it, now. Nothing here waits for the device: all goes from pinned memory."""
-
-    def send(values: torch.Tensor) -> torch.Tensor:
-        return (values if device.type == "cpu" else values.pin_memory()).to(device, non_blocking=True)
-
+    """Read the next step and send it, now. Nothing here waits for the device."""
     try:
         step = next(steps)
-        labels = [batch["labels"] for batch in step.micro_batches]
-        counts = torch.tensor([sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))])
-        sent = [{name: send(values) for name, values in batch.items()} for batch in step.micro_batches]
-        return Fetched(step._replace(micro_batches=sent), send(counts))
+        counts = send_values(count_tokens(step.micro_batches), device)
+        return Fetched(step._replace(micro_batches=[send(batch, device) for batch in step.micro_batches]), counts)
     except (Exception, SystemExit) as error:
         return Fetched(error=error)

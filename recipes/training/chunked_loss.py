@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
 from .losses import IGNORE_INDEX, share_of_step
+from .sending import run_model
 
 
 def compute_loss_in_chunks(model: nn.Module, chunk_tokens: int) -> None:
@@ -74,10 +75,10 @@ def check_head(root: nn.Module, head: nn.Module | None) -> None:
 
 
 def micro_batch_loss(
-    model: nn.Module, batch: dict[str, torch.Tensor], step_label_tokens: int, world_size: int
+    model: nn.Module, batch: dict[str, torch.Tensor], step_label_tokens: int | torch.Tensor, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """losses.micro_batch_loss for a model of compute_loss_in_chunks."""
-    outputs = model(**batch)
+    outputs = run_model(model, batch)
     sizes = {"step_label_tokens": step_label_tokens, "world_size": world_size}
     return share_of_step(model, outputs, outputs.loss, batch["labels"], **sizes)
 

@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .losses import num_label_tokens
+from .sending import send
 
 SHOWN = 5  # batches whose loss is not finite, and rows of each
 
@@ -32,9 +33,9 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     losses = []
     for batch in batches:
-        batch = {name: values.to(accelerator.device) for name, values in batch.items()}
-        _, token_loss = micro_batch_loss(model, batch, 1, 1)
-        losses.append(torch.stack([token_loss.to(totals), totals.new_tensor(num_label_tokens(batch["labels"]))]))
+        label_tokens = num_label_tokens(batch["labels"])
+        _, token_loss = micro_batch_loss(model, send(batch, accelerator.device), 1, 1)
+        losses.append(torch.stack([token_loss.to(totals), totals.new_full((), label_tokens)]))
         totals += losses[-1]
     reshard_all(model)  # else the next clip and step would see gathered parameters
     model.train()

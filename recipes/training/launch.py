@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from .alike import flat, versions
 from .arguments import FinetuneArguments
 from .last_words import tell_launcher, tell_of_crashes
+from .roll_call import roll_call
 
 SHOWN = 10  # differences of a rank
 PATIENCE_S = 30.0  # for the other ranks, before a failed one speaks alone
@@ -53,13 +54,14 @@ def connect_ranks() -> PartialState:
         os.environ.update(alone)
         os.environ["MASTER_PORT"] = "0"  # any free port
     too_many_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > device_count()
-    state = PartialState(cpu=too_many_processes)
     # A gloo thread keeps the tensors of its last collective until its group is destroyed. Sharded modules form
     # reference cycles that hold the group; left to the interpreter's shutdown, the thread aborts the process (in a
     # third of short runs).
     atexit.register(gc.collect)
-    if not dist.is_initialized():  # Accelerate makes no group for a single process on a CPU
-        dist.init_process_group("gloo")
+    with roll_call() if not dist.is_initialized() else contextlib.nullcontext():
+        state = PartialState(cpu=too_many_processes)
+        if not dist.is_initialized():  # Accelerate makes no group for a single process on a CPU
+            dist.init_process_group("gloo")
     return state
 
 
@@ -67,7 +69,8 @@ def connect_ranks() -> PartialState:
 def control_group() -> dist.ProcessGroup:
     """A gloo group to agree in while ranks do unequal work, such as loading in turn: NCCL would give up in minutes."""
     connect_ranks()
-    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    with roll_call():
+        return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 class Stopped(SystemExit):

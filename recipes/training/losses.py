@@ -6,12 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .sending import run_model
+
 IGNORE_INDEX = -100  # what torch's cross-entropy leaves out, and rows/labels.py writes
 
 
 def num_label_tokens(labels: torch.Tensor) -> int:
-    """Number of positions that are predicted: labels (B, T) without their first column, IGNORE_INDEX left out."""
+    """Number of positions that are predicted: labels (B, T) without their first column, IGNORE_INDEX left out. Ask
+    before they are sent: on the device it would be waited for."""
     return int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+def count_tokens(micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """[label tokens, tokens] of micro-batches on the host."""
+    labels = [batch["labels"] for batch in micro_batches]
+    return torch.tensor([sum(map(num_label_tokens, labels)), sum(map(torch.numel, labels))])
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -36,7 +45,7 @@ def micro_batch_loss(
     gradients in range. A mixture-of-experts balancing loss, where the model returns one, is weighted by this
     micro-batch's share of label tokens.
     """
-    outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+    outputs = run_model(model, batch, leave_out=("labels",))
     loss_sum = token_loss_sum(outputs.logits, batch["labels"])
     sizes = {"step_label_tokens": step_label_tokens, "world_size": world_size}
     return share_of_step(model, outputs, loss_sum, batch["labels"], **sizes)

@@ -128,7 +128,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose state lies in host memory between steps (pinned, where there is a device).
+    """AdamW whose state lies in host memory between steps (pinned, where there is a device: torch takes the next power
+    of two of bytes for each tensor, up to twice as many; PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1 in the
+    environment, a setting of torch's that was not tried here, is to end that above 1 MB).
 
     In the step it visits the parameters' device in slices of about `slice_bytes`, the next one on its way while one is
     used, so that two slices are there at most. Bit-equal to AdamW; costs a copy of the state each way per step. On a

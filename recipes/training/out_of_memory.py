@@ -12,7 +12,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
 
-from .launch import stop_together
+from .arguments import FinetuneArguments
+from .launch import control_group, stop_together
 from .losses import IGNORE_INDEX
 from .memory_errors import first_line, is_out_of_memory
 from .random_state import generator_states, set_generator_states
@@ -31,7 +32,9 @@ OPTIMIZER = "Next, in this order: hook_offload_optimizer: true, fsdp_offload_par
 
 
 class SmallerMicroBatches:
-    """Runs the micro-batches of a step, in pieces of at most `rows` rows, which halves when a rank is out of memory.
+    """Runs the micro-batches of a step in pieces whose rows halve when a rank is out of memory.
+
+    `state`: where the run stands. A run that goes on keeps its pieces: rounding, and dropout's masks, depend on them.
 
     The step stays the same: same rows, same random state, and the loss is divided by the label tokens of the whole
     step, so its gradient is that of the unsplit micro-batches, but for rounding (and for dropout, whose masks depend on
@@ -42,9 +45,20 @@ class SmallerMicroBatches:
     all ranks learn of it at the same place. In memory that pass costs the gathered units alone.
     """
 
-    def __init__(self, accelerator: Accelerator, model: FSDPModule, rows: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: FSDPModule,
+        arguments: FinetuneArguments,
+        *,
+        state: dict[str, int],
+        say: Callable[[str], None],
+    ) -> None:
         self.accelerator, self.model, self.say = accelerator, model, say
-        self.rows = self.rows_asked = rows
+        rows = arguments.per_device_train_batch_size
+        self.rows_asked, self.rows = rows, min(rows, state["rows_per_piece"] or rows)
+        if self.rows < rows:
+            say(f"micro-batches of {self.rows} instead of {rows} row(s): it was out of memory before its checkpoint")
         self.sent = SentInStep()
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -66,7 +80,9 @@ class SmallerMicroBatches:
                 self.model.reset_iter_state()
                 release(device)
                 self.send_the_rest(forward_backward, pieces, failure)
-            if not self.accelerator.reduce(torch.tensor([int(bool(failure))], device=device)).item():
+            num_failed = torch.tensor(int(bool(failure)))
+            dist.all_reduce(num_failed, group=control_group())  # between the hosts: the devices still work
+            if not num_failed:
                 return loss_sum
             self.model.zero_grad()  # of all the step's micro-batches: some hold another rank's filler
             loss_sum = None
@@ -104,6 +120,11 @@ class SmallerMicroBatches:
         parts = {name: values.split(self.rows) for name, values in batch.items()}
         pieces = [dict(zip(parts, values)) for values in zip(*parts.values())]
         return pieces + [filler(batch)] * (math.ceil(self.rows_asked / self.rows) - len(pieces))
+
+    @property
+    def state(self) -> dict[str, int]:
+        """What a checkpoint says of it."""
+        return {"rows_per_piece": self.rows if self.rows < self.rows_asked else 0}
 
     def halve(self, failure: str) -> None:
         """Halve the rows of a piece, and say so once."""

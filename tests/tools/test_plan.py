@@ -13,14 +13,17 @@ from functools import partial
 from itertools import product
 
 import pytest
+import torch
 from hooks.config import read_hook_config
 from launching import CONFIGS, RECIPES, ROOT, run
 from tools.planner import command as plan
 from tools.planner.advice import advise, changes, largest
 from tools.planner.as_on_gpu import STAND_IN, settle_attention, settle_length
+from tools.planner.memory_trace import OTHER, PINNED, MemoryTrace
 from tools.planner.planned_step import GIB, Plan, PlannedStep, Request, capacity_gib, make_plan, plan_step
 from tools.planner.roofline import COMPUTE_SHARE, GPUS, LINK_SHARE, step_seconds
 from training.arguments import KINDS, PerformanceArguments
+from training.optimizer import OffloadedAdamW
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 WORKER, SAMPLE = ROOT / "tests" / "planner_worker.py", RECIPES / "sample"
@@ -182,6 +185,20 @@ def test_inputs_of_recomputed_blocks_are_on_the_host(truths):
     inputs = 2 * ROWS * LENGTH * 256 * 2
     assert inputs <= one["host"] < 1.1 * inputs and plain["host"] == 0
     assert one["counts"]["host copied"] == one["host"]
+
+
+def test_pinned_memory_is_counted_in_powers_of_two_and_what_comes_back_is_not():
+    model = torch.nn.Linear(2, 2)
+    trace = MemoryTrace(model, OffloadedAdamW(model.parameters()))
+    held = [torch.empty(n, dtype=torch.uint8) for n in (1025, 4096, 3)]
+    for value in held:
+        trace.tag(value, PINNED)
+    assert trace.on_host == trace.host_peak == 2048 + 4096 + 4 and trace.total == 0
+    trace.tag(held[0], OTHER)
+    assert trace.on_host == 4096 + 4 and trace.total == 1536  # three of CUDA's 512
+    exact = MemoryTrace(model, OffloadedAdamW(model.parameters()), round_to=1)
+    exact.tag(held[0], PINNED)
+    assert exact.on_host == 1025
 
 
 def test_copy_of_a_script_is_planned_under_its_own_name(folder, truths, tmp_path, monkeypatch):

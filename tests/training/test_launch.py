@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sys
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import yaml
 from hooks.yaml_of_run import find_launch
 from in_process import Run
+from late_ranks import soon, wrong_interface
 from launching import CONFIGS, ROOT, accelerate_launch, run, torchrun
+from training.roll_call import ranges, tried_by_gloo
 
 WORKER = ROOT / "tests" / "launch_worker.py"
 DEFAULT = CONFIGS / "default.yaml"
@@ -168,6 +171,46 @@ def test_yaml_that_only_one_rank_lacks_is_named_with_the_rank(tmp_path):
     changed_yaml(tmp_path / "0.yaml")
     (error,), _ = ranks(tmp_path, config=tmp_path / "{rank}.yaml")
     assert error.startswith("Error: rank 1: No such file")
+
+
+@pytest.mark.parametrize("late", [1, 0])
+def test_rank_that_starts_late_is_named_by_the_one_that_waits(tmp_path, late):
+    """It starts when that was said, and the run goes on."""
+    run = Run(
+        ["--accelerate_config", DEFAULT],
+        tmp_path / "log",
+        config=None,
+        script="launch_worker",
+        before=soon,
+        first=[1 - late],
+    )
+    who = "for 1 of 2 ranks, which have not started: 1" if late else "for rank 0, which does not answer at 127.0.0.1:"
+    run.wait_for(f"waits at start {who}")
+    run.start(late)
+    done = run.wait()
+    assert done.codes == [0, 0] and f"note: rank {1 - late} on {socket.gethostname()} waits" in done.output, done.output
+    assert '"world_size": 2' in done.output
+
+
+def test_missing_ranks_are_named_in_short():
+    assert ranges([1, 4, 5, 6, 9]) == "1, 4-6, 9" and ranges([0, 1]) == "0-1" and ranges([3]) == "3"
+
+
+def test_interface_that_gloo_cannot_use_is_named_with_what_to_set(tmp_path):
+    done = Run([], tmp_path / "log", config=DEFAULT, script="launch_worker", before=wrong_interface).wait()
+    errors = [line for line in done.output.splitlines() if line.startswith("Error: ")]
+    assert done.codes == [1, 1] and len(errors) == 2 and "Traceback" not in done.output, done.output
+    for rank, error in enumerate(sorted(errors)):
+        assert error.startswith(f"Error: rank {rank}: gloo could not connect (")
+        assert (
+            "GLOO_SOCKET_IFNAME is nowhere0. Set GLOO_SOCKET_IFNAME on every machine" in error and "here: lo" in error
+        )
+
+
+def test_address_of_the_hostname_is_named_where_no_interface_is(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {socket.gethostname(): "127.0.1.1"}[name])
+    assert f"the interface of the hostname, {socket.gethostname()} (127.0.1.1)" in tried_by_gloo()
 
 
 def test_fp16_is_refused_on_a_cpu_with_the_dtype_to_use(tmp_path):

@@ -5,12 +5,17 @@ both). The step that is done again equals the reference of the unsplit micro-bat
 does (tolerances: see test_exactness.py).
 """
 
+import json
+import shutil
 from types import SimpleNamespace
 
+import out_of_memory_worker
 import pytest
 import torch
 import torch.distributed as dist
 from cells import check_cell, run_cells
+from in_process import Run
+from launching import part_of_sample, small_model
 from training.memory_errors import is_out_of_memory
 from training.out_of_memory import SentInStep, SmallerMicroBatches, filler
 
@@ -51,6 +56,53 @@ def test_optimizer_step_out_of_memory_ends_every_rank_with_the_next_things_to_tr
     assert results["ends"]["optimizer"] == [1, 1]
     assert results["output"].count("Error: rank 1: out of memory in the optimizer's step") == 1
     assert "hook_offload_optimizer: true" in results["output"]
+
+
+def test_run_that_goes_on_keeps_the_smaller_micro_batches_and_is_equal_to_the_last_bit(tmp_path):
+    """Dropout draws other masks for other shapes: with whole micro-batches it would be another run."""
+    arguments = ["--model_name_or_path", small_model(), "--dataset_name", part_of_sample(tmp_path / "data", 8)]
+    arguments += ["--use_peft", "--lora_dropout", 0.1, "--max_steps", 4, "--max_length", 128, "--logging_steps", 1]
+    arguments += [
+        "--report_to",
+        "none",
+        "--per_device_train_batch_size",
+        2,
+        "--save_steps",
+        2,
+        "--eval_steps",
+        0,
+        "--max_new_tokens",
+        1,
+    ]
+    arguments += ["--output_dir", tmp_path / "out"]
+
+    def run(*more, **kwargs):
+        done = Run([*arguments, *more], tmp_path / "log", script="finetune_mem_limit", **kwargs).wait()
+        assert done.codes == [0, 0], done.output[-3000:]
+        rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row], done.output
+
+    undisturbed, said = run(before=out_of_memory_worker.one_row_fits)
+    assert "in micro-batches of 1 instead of 2 row(s)" in said
+    manifest = tmp_path / "out" / "checkpoint-2" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    assert facts["rows_per_piece"] == 1
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    resumed, said = run("--resume_from_checkpoint", manifest.parent)
+    assert "micro-batches of 1 instead of 2 row(s): it was out of memory" in said
+    assert resumed == undisturbed and len(resumed) == 4
+    manifest.write_text(json.dumps({name: value for name, value in facts.items() if name != "rows_per_piece"}))
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    assert run("--resume_from_checkpoint", manifest.parent)[0] != undisturbed
+
+
+def test_pieces_of_a_checkpoint_are_never_more_than_the_rows_asked_for():
+    asked = SimpleNamespace(per_device_train_batch_size=2)
+    said, model = [], torch.nn.Linear(1, 1)
+    for saved, rows in ((0, 2), (1, 1), (2, 2), (4, 2)):
+        smaller = SmallerMicroBatches(None, model, asked, state={"rows_per_piece": saved}, say=said.append)
+        assert smaller.rows == rows and smaller.state == {"rows_per_piece": 1 if rows == 1 else 0}
+    assert len(said) == 1
 
 
 def batch_of(rows, length=4):

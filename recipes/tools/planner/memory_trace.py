@@ -22,6 +22,8 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameter shards", "gradient shards", "optim
 GATHERED, COMMUNICATION, WHOLE_GRADIENTS = "gathered units", "communication buffers", "gradients not yet reduced"
 ACTIVATIONS, RECOMPUTE, LOSS = "activations", "recompute", "logits and loss"
 BACKWARD, STEP, OTHER, HOST = "backward temporaries", "clip and step temporaries", "batch and buffers", "host"
+PINNED = "host, pinned"
+ON_HOST = (HOST, PINNED)
 PARTS = (
     *(PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, COMMUNICATION, WHOLE_GRADIENTS),
     *(ACTIVATIONS, RECOMPUTE, LOSS, BACKWARD, STEP, OTHER),
@@ -32,7 +34,8 @@ MAX_POINTS = 1500  # of the timeline that is handed on
 class MemoryTrace(private_torch.OperatorMode):
     """Counts while it is entered, beginning with the state of `model` and `optimizer`.
 
-    Sizes are rounded up to `round_to` bytes (512: CUDA's allocator; 1: the bytes alone). `is_host_state`: parameters,
+    Sizes are rounded up to `round_to` bytes (512: CUDA's allocator; 1: the bytes alone), pinned ones to a power of two,
+    as torch's host allocator does by itself. `is_host_state`: parameters,
     gradients and optimizer state lie in host memory (fsdp_offload_params), and so does what clip and step make.
     """
 
@@ -60,7 +63,7 @@ class MemoryTrace(private_torch.OperatorMode):
     def part_of_new(self) -> str:
         """The part that a storage made now belongs to, unless something says otherwise later."""
         if self.in_host or (self.is_host_state and self.phase in ("clip", "optimizer step")):
-            return HOST
+            return PINNED if self.in_host else HOST
         if self.phase in ("clip", "optimizer step"):
             return STEP
         if self.phase == "backward" and torch.is_grad_enabled():  # a backward formula runs without
@@ -80,10 +83,9 @@ class MemoryTrace(private_torch.OperatorMode):
             return
         record = self.storages[storage]
         if record[0] != part:
-            size = record[1]
             self.resized(record, 0)
             record[0] = part
-            self.resized(record, size)
+            self.resized(record, storage.nbytes())
 
     def add(self, storage: torch.UntypedStorage, part: str) -> None:
         """Begin to follow a storage, until it is freed."""
@@ -98,21 +100,32 @@ class MemoryTrace(private_torch.OperatorMode):
     def resized(self, record: list, nbytes: int) -> None:
         """A followed storage has so many bytes from now on."""
         with contextlib.suppress(ReferenceError):  # the trace itself is gone
-            size = -(-nbytes // self.round_to) * self.round_to
-            if record[1] and record[0] != HOST:
+            size = self.rounded(nbytes, record[0])
+            if record[1] and record[0] not in ON_HOST:
                 self.log.append((record[2], 0, record[3]))
             self.account(record, size - record[1])
             record[1] = size
-            if size and record[0] != HOST:
+            if size and record[0] not in ON_HOST:
                 self.number += 1
                 record[2] = self.number
                 self.log.append((self.number, size, record[3]))
 
+    def rounded(self, nbytes: int, part: str) -> int:
+        """What an allocator takes for so many bytes: torch's of pinned memory a power of two."""
+        if part == PINNED and self.round_to > 1 and nbytes:
+            return 1 << (nbytes - 1).bit_length()
+        return -(-nbytes // self.round_to) * self.round_to
+
+    @property
+    def on_host(self) -> int:
+        """Bytes that lie in host memory now."""
+        return sum(self.now[part] for part in ON_HOST)
+
     def account(self, record: list, difference: int) -> None:
         """Add to the totals."""
         self.now[record[0]] += difference
-        if record[0] == HOST:
-            self.host_peak = max(self.host_peak, self.now[HOST])
+        if record[0] in ON_HOST:
+            self.host_peak = max(self.host_peak, self.on_host)
         else:
             self.total += difference
 
@@ -120,7 +133,7 @@ class MemoryTrace(private_torch.OperatorMode):
         """Parameters, gradients, buffers and optimizer state as they are now."""
         state = HOST if self.is_host_state else None
         for parameter in self.model.parameters():
-            self.tag(parameter, state or PARAMETERS)
+            self.tag(parameter, PINNED if state else PARAMETERS)
             self.tag(parameter.grad, state or GRADIENTS)
         for buffer in self.model.buffers():
             self.tag(buffer, OTHER)
@@ -129,7 +142,7 @@ class MemoryTrace(private_torch.OperatorMode):
             for value in values.values():
                 if isinstance(value, torch.Tensor):
                     moves = is_offloaded and value.ndim
-                    self.tag(value, HOST if state or moves else OPTIMIZER)
+                    self.tag(value, PINNED if moves else state or OPTIMIZER)
 
     def mark(self, phase: str) -> None:
         """The step goes over to this phase: forward, backward, clip, optimizer step, evaluation."""
@@ -143,7 +156,7 @@ class MemoryTrace(private_torch.OperatorMode):
             self.timeline.append((self.phase, parts))
         self.phase_peaks[self.phase] = max(self.phase_peaks.get(self.phase, 0), self.total)
         if self.phase != "evaluation":
-            self.peak_with_host = max(self.peak_with_host, self.total + self.now[HOST])
+            self.peak_with_host = max(self.peak_with_host, self.total + self.on_host)
         if self.total > self.peak and self.phase != "evaluation":
             self.peak, self.peak_parts = self.total, {part: n for part, n in zip(PARTS, parts) if n}
             self.peak_at = ", ".join(filter(None, (self.phase, self.unit, what)))

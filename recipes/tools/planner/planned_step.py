@@ -210,7 +210,7 @@ def make_plan(
     ranks = min(request.num_processes, GPUS_PER_MACHINE)
     host = {"weights mapped while loading (page cache)": step.loaded / GIB}
     if step.host:
-        host["offloaded, pinned"] = ranks * step.host / GIB
+        host["offloaded, pinned (in powers of two)"] = ranks * step.host / GIB
     if not arguments["use_peft"]:  # an adapter is small
         host["a file and blocks of the model while it is exported"] = step.exported / GIB
     if arguments["async_save"]:  # masters and moments, fp32
