@@ -1,5 +1,9 @@
-"""Counts, in a rank on a CPU, where the host would wait for a device: what reads a value of a tensor that was sent."""
+"""Counts, in a rank on a CPU, where the host would wait for a device: what reads a value of a tensor that was sent.
 
+As a command it has torch raise where the host waits for a GPU.
+"""
+
+import importlib
 import sys
 import traceback
 from pathlib import Path
@@ -111,3 +115,35 @@ def count_unknown():
 
     losses.run_model = chunked_loss.run_model = plain
     count()
+
+
+def main():
+    """Run a script of recipes/ on GPUs: waits.py SCRIPT [its arguments]. In its third step torch raises where the CPU
+    waits for a GPU anywhere but where the script reads the step's numbers."""
+    name = sys.argv.pop(1)
+    script = importlib.import_module(name)
+    from training.progress import Progress
+
+    begin, read, reads = Progress.begin, script.read_together, []
+
+    def begun(progress, step):
+        torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
+        if step == 4:
+            print(f"READS {len(reads)}", flush=True)
+        reads.clear()
+        begin(progress, step)
+
+    def reading(*values):
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        reads.append(1)
+        numbers = read(*values)
+        torch.cuda.set_sync_debug_mode(mode)
+        return numbers
+
+    Progress.begin, script.read_together = begun, reading
+    script.main()
+
+
+if __name__ == "__main__":
+    main()

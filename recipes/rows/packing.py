@@ -85,7 +85,8 @@ def collate_packed(rows: list[dict[str, list[int]]], pad_token_id: int) -> dict[
 
     There is no attention_mask on purpose. transformers' eager and sdpa attention read the documents off the positions
     only if no mask is given and the cache is off; otherwise the documents see one another, and nothing is said
-    (huggingface/transformers#46634). Flash attention does so in batches of one row only.
+    (huggingface/transformers#46634). Flash attention does so in batches of one row only, unless it is handed where they
+    begin (training/sending.py).
     """
     length = max(len(row["input_ids"]) for row in rows)
     batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
-from tqdm import tqdm
 
 from .last_words import tell_launcher
 
@@ -51,7 +50,8 @@ def call_roll(rank: int, world_size: int, is_over: threading.Event) -> None:
         return
     if not found:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        return say(f"rank {rank} on {socket.gethostname()} waits at start for rank 0, which does not answer at {place}")
+        what = f"for rank 0, which does not answer at {place}"
+        return print(f"note: rank {rank} on {socket.gethostname()} waits at start {what}", flush=True)
     with contextlib.suppress(RuntimeError):  # the store has gone, and with it the run
         is_here = (found[0].check([str(other)]) for other in range(world_size))
         if next(other for other, has_come in enumerate(is_here) if has_come or other == rank) < rank:
@@ -63,7 +63,7 @@ def call_roll(rank: int, world_size: int, is_over: threading.Event) -> None:
             what = f"for {len(missing)} of {world_size} ranks, which have not started: {ranges(missing)}"
         else:
             what = f"for the connections between all {world_size} ranks, which have started. Here {tried_by_gloo()}"
-        say(f"rank {rank} on {socket.gethostname()} waits at start {what}")
+        print(f"note: rank {rank} on {socket.gethostname()} waits at start {what}", flush=True)
 
 
 def connect(rank: int, world_size: int, found: list[Store]) -> None:
@@ -76,11 +76,6 @@ def connect(rank: int, world_size: int, found: list[Store]) -> None:
         store = PrefixStore(f"roll_call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set(str(rank), socket.gethostname())
         found.append(store)
-
-
-def say(line: str) -> None:
-    """Print a line above a progress bar."""
-    tqdm.write(f"note: {line}")
 
 
 def tried_by_gloo() -> str:

@@ -58,6 +58,18 @@ def test_fp16_skips_overflowing_steps_lowers_the_scale_and_learns(tmp_path):
     assert steps[-1]["skipped_steps"] < 30 and steps[-1]["loss"] < 0.1 * steps[0]["loss"]
 
 
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("script", ["finetune", "finetune_performance", "finetune_mem_limit"])
+def test_step_waits_for_the_gpu_once(tmp_path, script, packing):
+    """torch raises at any other wait; the optimizer's state stays on the GPU, whose slices would be waited for."""
+    config = changed_yaml(tmp_path / "config.yaml", hook_offload_optimizer=False)
+    arguments = ["--packing", packing, "--max_length", 256, "--max_steps", 4, "--eval_steps", 0, "--report_to", "none"]
+    arguments += ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--max_new_tokens", 1]
+    worker = ROOT / "tests" / "waits.py"
+    done = accelerate_launch(worker, script, "--output_dir", tmp_path / "out", *arguments, config=config)
+    assert done.returncode == 0 and done.stdout.count("READS 1\n") == PROCESSES, done.stdout[-4000:]
+
+
 ROWS, LENGTH, HIDDEN, LAYERS = 16, 1024, 512, 16  # each block's input: 32 MiB
 
 
