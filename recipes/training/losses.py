@@ -65,6 +65,8 @@ def share_of_step(
     total = loss_sum
     if auxiliary is not None:
         total = loss_sum + auxiliary_weight(model) * auxiliary * (labels[:, 1:] != IGNORE_INDEX).sum()
+    if isinstance(step_label_tokens, torch.Tensor):  # rounded once: `3 / tensor` is 3 times a reciprocal
+        return total * (world_size / step_label_tokens.double()).to(total.dtype), loss_sum.detach()
     return total * (world_size / step_label_tokens), loss_sum.detach()
 
 
