@@ -139,14 +139,14 @@ def build_model(
     arguments: FinetuneArguments, config: HookConfig, accelerator: Accelerator, mesh: DeviceMesh, data: Data
 ) -> nn.Module:
     """The wrapped model. The order is fixed: shapes, adapters, the hooks in the order of hooks/apply.py, weights."""
-    model, weights = open_model(arguments, accelerator.print)  # without memory
-    check_rows(model, data.train, data.test)
-    check_architecture(model, arguments.packing, accelerator.print)
-    model = add_adapters(model, arguments)
-    plan = plan_hooks(model, config)
-    dtype, policies = dtype_named(arguments.dtype), precision_policies(config)
-    apply_hooks(model, plan, config, mesh, policies, frozen_dtype=dtype)
-    weights.fill(accelerator.device, config.fsdp_offload_params)
+    with open_model(arguments, accelerator.print) as (model, weights):  # without memory
+        check_rows(model, data.train, data.test)
+        check_architecture(model, arguments.packing, accelerator.print)
+        model = add_adapters(model, arguments)
+        plan = plan_hooks(model, config)
+        dtype, policies = dtype_named(arguments.dtype), precision_policies(config)
+        apply_hooks(model, plan, config, mesh, policies, frozen_dtype=dtype)
+        weights.fill(accelerator.device, config.fsdp_offload_params)
     report = report_wrap(model, plan, config, mesh.device_type == "cpu")
     accelerator.print("\n".join(report.lines))
     accelerator.on_main_process(save_report)(report, arguments.output_dir)

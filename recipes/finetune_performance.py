@@ -143,17 +143,17 @@ def build_model(
     arguments: PerformanceArguments, config: HookConfig, accelerator: Accelerator, mesh: DeviceMesh, data: Data
 ) -> nn.Module:
     """The wrapped model. The order is fixed: shapes, adapters, the hooks in the order of hooks/apply.py, weights."""
-    model, weights = open_model(arguments, accelerator.print)  # without memory
-    check_rows(model, data.train, data.test)
-    check_architecture(model, arguments.packing, accelerator.print)
-    data.lines += use_kernels(model, arguments, config.hook_param_dtype)
-    model = add_adapters(model, arguments)
-    plan = plan_hooks(model, config)
-    dtype, policies = dtype_named(arguments.dtype), precision_policies(config)
-    compiled = partial(compile_blocks, class_names=config.fsdp_transformer_layer_cls_to_wrap)
-    compiled = compiled if arguments.torch_compile else None
-    apply_hooks(model, plan, config, mesh, policies, frozen_dtype=dtype, compile_blocks=compiled)
-    weights.fill(accelerator.device, config.fsdp_offload_params)
+    with open_model(arguments, accelerator.print) as (model, weights):  # without memory
+        check_rows(model, data.train, data.test)
+        check_architecture(model, arguments.packing, accelerator.print)
+        data.lines += use_kernels(model, arguments, config.hook_param_dtype)
+        model = add_adapters(model, arguments)
+        plan = plan_hooks(model, config)
+        dtype, policies = dtype_named(arguments.dtype), precision_policies(config)
+        compiled = partial(compile_blocks, class_names=config.fsdp_transformer_layer_cls_to_wrap)
+        compiled = compiled if arguments.torch_compile else None
+        apply_hooks(model, plan, config, mesh, policies, frozen_dtype=dtype, compile_blocks=compiled)
+        weights.fill(accelerator.device, config.fsdp_offload_params)
     report = report_wrap(model, plan, config, mesh.device_type == "cpu")
     accelerator.print("\n".join(report.lines))
     accelerator.on_main_process(save_report)(report, arguments.output_dir)

@@ -69,10 +69,10 @@ def load(folder: str, mesh: object, config: object) -> dict:
         peak[0] = max(peak[0], private_bytes())
 
     weights.put = put_and_look
-    model, files = open_model(FinetuneArguments(model_name_or_path=folder), print)
-    held = sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta)
-    apply_hooks(model, plan_hooks(model, config), config, mesh, precision_policies(config))
-    files.fill(torch.device("cpu"), False)
+    with open_model(FinetuneArguments(model_name_or_path=folder), print) as (model, files):
+        held = sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta)
+        apply_hooks(model, plan_hooks(model, config), config, mesh, precision_policies(config))
+        files.fill(torch.device("cpu"), False)
     weights.put = put
     units = [unit["parameters"] * 4 for unit in read_units(model)]
     shards = sum(local(p).nbytes for p in model.parameters())

@@ -64,7 +64,7 @@ def keeps_slices(operation: Any, dim: int) -> bool:
     looked for: as for load_tensors."""
     if isinstance(operation, core_model_loading.MergeModulelist):
         return operation.dim == 0
-    return isinstance(operation, core_model_loading.Concatenate) and operation.dim not in (dim, dim - 2, dim - 3)
+    return isinstance(operation, core_model_loading.Concatenate) and 0 <= operation.dim != dim
 
 
 def masks_without_reading(needs_mask: bool) -> AbstractContextManager:

@@ -174,7 +174,8 @@ def gathered_parts(
 
 
 def parts_ahead(ahead: int, *arguments: Any) -> Iterator[Part]:
-    """What read_parts yields, made by a process that is at most so many windows ahead. It ends with this one."""
+    """What read_parts yields, made by a process that is at most so many windows ahead. It ends with this one; one that
+    was killed is a failure to read, which the ranks exchange as any other."""
     queue: Any = multiprocessing.Queue(maxsize=ahead)
     process = multiprocessing.Process(target=send_parts, args=(queue, *arguments), daemon=True)
     process.start()
@@ -187,7 +188,8 @@ def parts_ahead(ahead: int, *arguments: Any) -> Iterator[Part]:
             except Empty:
                 if not is_alive:
                     reason = f"exit code {process.exitcode}; -9: it was killed, mostly for want of memory"
-                    raise RuntimeError(f"the process that reads the stream has ended ({reason})") from None
+                    yield Part(0, 0, {}, failure=f"the process that reads the stream has ended ({reason})")
+                    return
     finally:
         process.kill()
         atexit.unregister(process.kill)

@@ -65,7 +65,7 @@ def compute_loss_in_chunks(model: nn.Module, chunk_tokens: int) -> None:
 def check_head(root: nn.Module, head: nn.Module | None) -> None:
     """Raise ValueError unless the model's own code finishes logits that are handed to it."""
     try:
-        logits = torch.zeros(1, 2, head.weight.shape[0])
+        logits = torch.zeros(1, 2, head.weight.shape[0], device=head.weight.device)
         assert finished_logits(root, head, logits).shape == logits.shape
     except Exception as error:
         raise ValueError(

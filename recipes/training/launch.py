@@ -177,11 +177,10 @@ def same_everywhere(facts: dict[str, Any]) -> None:
 
 
 def one_rank_at_a_time() -> FileLock:
-    """A lock that the ranks of one machine take in turn to load and wrap.
+    """A lock that the ranks of one machine take in turn to load and wrap what is not safetensors.
 
-    transformers makes a private copy of weights whose keys it merges (experts) or that are not safetensors; taking
-    turns, a machine holds one such copy beside the shards, not one per rank. The lock lies where no other user can
-    make it.
+    transformers makes a private copy of such weights; taking turns, a machine holds one beside the shards, not one per
+    rank. The lock lies where no other user can make it.
     """
     run = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     run += f"-{os.getpid()}" if os.environ["WORLD_SIZE"] == "1" else ""  # no turns to take, and port 0 in every run

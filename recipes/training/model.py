@@ -45,16 +45,29 @@ def load_tokenizer(arguments: FinetuneArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def open_model(arguments: FinetuneArguments, say: Callable[[str], object]) -> tuple[nn.Module, Weights]:
+@contextmanager
+def open_model(arguments: FinetuneArguments, say: Callable[[str], object]) -> Iterator[tuple[nn.Module, Weights]]:
     """The model in training mode with its cache off, without memory, and its weights, which are read once it is sharded
-    (`Weights.fill`). Of files that are not safetensors the model as it was saved, on the CPU.
+    (`Weights.fill`, inside the block). Of files that are not safetensors the model as it was saved, on the CPU: inside
+    the block it is this rank's turn on its machine.
 
     Raises:
         ValueError: it cannot be loaded, is quantized, or weights are missing on disk and would be random.
     """
-    name, weights = arguments.model_name_or_path, Weights()
+    weights = Weights()
+    try:
+        yield build_without_memory(arguments, weights, say), weights
+    finally:
+        weights.end_turn()
+
+
+def build_without_memory(arguments: FinetuneArguments, weights: Weights, say: Callable[[str], object]) -> nn.Module:
+    """What open_model says."""
+    name = arguments.model_name_or_path
     source = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
     try:
+        if arguments.trust_remote_code:  # its files are copied to where Python imports them from
+            weights.take_turn()
         config = AutoConfig.from_pretrained(name, **source)
         check_not_quantized(config)
         with opening_with(weights.open):
@@ -73,10 +86,12 @@ def open_model(arguments: FinetuneArguments, say: Callable[[str], object]) -> tu
         raise ValueError(f"--model_name_or_path {name}: {len(bad)} weights are missing or misshapen, such as {bad[0]}.")
     set_use_cache(model, False)  # a recomputed block would fill the cache a second time
     model.config.dtype = saved_dtype(model)  # what to export in, unless another is named
-    weights.remember(model)
-    if weights.lock is not None:
+    if weights.slices:
+        weights.remember(model)
+        weights.end_turn()
+    else:
         say(f"note: {name} has no safetensors files: each rank loads the whole model, one at a time on each machine")
-    return model.train(), weights
+    return model.train()
 
 
 def weight_files(arguments: FinetuneArguments) -> dict[str, int | str]:

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from .launch import one_rank_at_a_time
 
+ROWS_AT_ONCE = 4096  # of two tensors that are compared
 Place = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer
 
 
@@ -41,18 +42,34 @@ class Weights:
         self.as_built: nn.Module | None = None  # a copy without memory: the model as the files know it
         self.places: dict[str, Place] = {}  # by their names there
 
+    def take_turn(self) -> None:
+        """Wait until no other rank of this machine loads."""
+        self.lock = self.lock or one_rank_at_a_time()
+        self.lock.acquire()
+
+    def end_turn(self) -> None:
+        """Let the next rank load, if it was this one's turn."""
+        if self.lock is not None:
+            self.lock.release(force=True)
+
     def open(
-        self, model: nn.Module, state_dict: Any, files: list[str] | None, load_config: Any, *others: Any
+        self,
+        model: nn.Module,
+        state_dict: Any,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
     ) -> tuple[Any, Any]:
         """What from_pretrained calls in place of reading: open the files, and compare names and shapes."""
-        if not files or not all(file.endswith(".safetensors") for file in files):
-            self.lock = one_rank_at_a_time()  # each would make a private copy of all of it
-            self.lock.acquire()
-            return read_whole(model, state_dict, files, load_config, *others)
-        for file in files:
+        if self.load_config is not None:
+            raise ValueError("it holds a model and an adapter (adapter_config.json): merge them first, or move one")
+        self.load_config = load_config
+        if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
+            self.take_turn()  # each makes a private copy of all of it
+            return read_whole(model, state_dict, checkpoint_files, load_config, expected_keys)
+        for file in checkpoint_files:
             opened = safe_open(file, framework="pt")
             self.slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (it is no dict)
-        self.load_config = load_config
         self.drop_copies(model)
         shapes = {key: torch.empty(found.get_shape(), device="meta") for key, found in self.slices.items()}
         with without_progress_bars():
@@ -75,9 +92,8 @@ class Weights:
 
     def remember(self, model: nn.Module) -> None:
         """Note where each tensor belongs, before adapters and hooks rename what holds it."""
-        if self.slices:
-            self.as_built = copy.deepcopy(model)
-            self.places = {name: place_of(model, name) for name in model.state_dict()}
+        self.as_built = copy.deepcopy(model)
+        self.places = {name: place_of(model, name) for name in model.state_dict()}
 
     @torch.no_grad()
     def fill(self, device: torch.device, is_offloaded: bool) -> None:
@@ -86,9 +102,7 @@ class Weights:
         Raises:
             ValueError: a tensor cannot be converted to what the model holds.
         """
-        if self.lock is not None:
-            self.lock.release()
-        if self.as_built is None:
+        if self.as_built is None:  # it was loaded whole
             return
         holders = defaultdict(list)  # of tied parameters
         for place in self.places.values():
@@ -123,19 +137,20 @@ class Weights:
         return list(pieces.values())
 
     def read(self, piece: dict[str, Any], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the model as built, what this rank holds of it), in the dtype of the files."""
+        """Yield (name in the model as built, what this rank holds of it), in the dtype that it was built in."""
         before = self.as_built.state_dict(keep_vars=True)
         info = load_tensors(self.as_built, piece, self.load_config, device)
         wrong = [*info.mismatched_keys, *info.conversion_errors.items(), *info.error_msgs]
         if wrong:
             raise ValueError(f"weights could not be converted: {wrong[0]}")
-        for name, found in self.as_built.state_dict(keep_vars=True).items():
-            if found is not before[name]:
-                setattr(*place_of(self.as_built, name), before[name])  # and the memory is free
-                yield (
-                    name,
-                    local(found) if isinstance(found, DTensor) else own_slice(found, getattr(*self.places[name])),
-                )
+        found = {n: t for n, t in self.as_built.state_dict(keep_vars=True).items() if t is not before[n]}
+        for name in found:
+            setattr(*place_of(self.as_built, name), before[name])
+        while found:  # each is let go of before the next one is copied
+            name, tensor = found.popitem()
+            own = local(tensor) if isinstance(tensor, DTensor) else own_slice(tensor, getattr(*self.places[name]))
+            del tensor
+            yield name, own
 
 
 @contextmanager
@@ -143,9 +158,11 @@ def without_progress_bars() -> Iterator[None]:
     """Inside, transformers shows none."""
     shows_them = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    yield
-    if shows_them:
-        logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_them:
+            logging.enable_progress_bar()
 
 
 def place_of(model: nn.Module, name: str) -> Place:
@@ -175,5 +192,8 @@ def own_slice(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two slices of files hold the same."""
-    return one.get_shape() == other.get_shape() and torch.equal(one[...], other[...])
+    """Whether two tensors of files hold the same; some rows of them are read at a time."""
+    if one.get_shape() != other.get_shape():
+        return False
+    starts = range(0, one.get_shape()[0], ROWS_AT_ONCE)
+    return all(torch.equal(one[i : i + ROWS_AT_ONCE], other[i : i + ROWS_AT_ONCE]) for i in starts)

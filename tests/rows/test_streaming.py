@@ -234,7 +234,7 @@ def test_process_beside_a_rank_that_is_killed_ends_the_rank_with_what_happened()
         return numbers(20).tokenise(records, first)
 
     steps = stream_steps(replace(numbers(20), tokenise=tokenise), Share(1, 1, 0, 1), seed=0, pad_token_id=99)
-    with pytest.raises(RuntimeError, match=r"reads the stream has ended \(exit code -9"):
+    with pytest.raises(SystemExit, match=r"reads the stream has ended \(exit code -9"):
         for _ in range(6):
             next(steps)
 

@@ -6,10 +6,12 @@ import shutil
 import pytest
 import torch
 from cells import run_cells
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama
 from tools.proof.shrink import build_tiny_model
 from training.arguments import FinetuneArguments
+from training.launch import one_rank_at_a_time
 from training.model import add_adapters, open_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -61,9 +63,19 @@ def test_a_rank_reads_its_shard_and_holds_one_unit_more(large, tmp_path, world_s
 
 def refused(folder):
     """What is said of a model's files, with nothing allocated."""
-    with pytest.raises(ValueError, match=str(folder)) as raised:
-        open_model(FinetuneArguments(model_name_or_path=str(folder)), print)
+    with (
+        pytest.raises(ValueError, match=str(folder)) as raised,
+        open_model(FinetuneArguments(model_name_or_path=str(folder)), print),
+    ):
+        pass
     return str(raised.value)
+
+
+def filled(folder, say=print):
+    """The whole model on one rank."""
+    with open_model(FinetuneArguments(model_name_or_path=str(folder)), say) as (model, weights):
+        weights.fill(torch.device("cpu"), False)
+    return model
 
 
 def changed(models, tmp_path, change):
@@ -85,13 +97,7 @@ def test_missing_and_misshapen_tensors_are_named(models, tmp_path):
 
 
 def test_tensor_that_the_model_lacks_is_passed_over(models, tmp_path):
-    model, weights = open_model(
-        FinetuneArguments(
-            model_name_or_path=str(changed(models, tmp_path, lambda tensors: tensors.update(extra=torch.zeros(3))))
-        ),
-        print,
-    )
-    weights.fill(torch.device("cpu"), False)
+    model = filled(changed(models, tmp_path, lambda tensors: tensors.update(extra=torch.zeros(3))))
     whole = AutoModelForCausalLM.from_pretrained(models / "gpt2")
     assert all(torch.equal(p, whole.get_parameter(name)) for name, p in model.named_parameters())
 
@@ -103,25 +109,52 @@ def test_both_of_two_tied_tensors_on_disk_are_tied_if_they_are_equal(tmp_path, i
     tensors["lm_head.weight"] += 0 if is_equal else 1
     model.save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    loaded, weights = open_model(FinetuneArguments(model_name_or_path=str(tmp_path)), print)
-    weights.fill(torch.device("cpu"), False)
+    loaded = filled(tmp_path)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == is_equal
     assert torch.equal(loaded.lm_head.weight, tensors["lm_head.weight"])
     assert torch.equal(loaded.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
 
 
-def test_files_that_are_not_safetensors_are_loaded_whole_and_say_so(tmp_path, monkeypatch):
+def test_files_that_are_not_safetensors_are_loaded_whole_in_turn_and_say_so(tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     model, said = tiny_llama(), []
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    loaded, weights = open_model(FinetuneArguments(model_name_or_path=str(tmp_path)), said.append)
-    assert weights.lock.is_locked
-    weights.fill(torch.device("cpu"), False)
+    with open_model(FinetuneArguments(model_name_or_path=str(tmp_path)), said.append) as (loaded, weights):
+        assert weights.lock.is_locked
+        weights.fill(torch.device("cpu"), False)
     assert not weights.lock.is_locked
     assert "has no safetensors files" in "".join(said)
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in loaded.named_parameters())
+
+
+def test_rank_that_fails_in_its_turn_lets_the_others_load(tmp_path, monkeypatch):
+    """They would wait for the lock, and it for them to agree."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    model = tiny_llama()
+    model.config.save_pretrained(tmp_path)
+    tensors = model.state_dict()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with (
+        pytest.raises(KeyError) as raised,
+        open_model(FinetuneArguments(model_name_or_path=str(tmp_path)), print) as (_, weights),
+    ):
+        raise KeyError("a row that does not fit")
+    assert raised.value and not weights.lock.is_locked
+    del tensors["model.norm.weight"]
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert "such as model.norm.weight" in refused(tmp_path)
+    other = one_rank_at_a_time()
+    other.acquire(blocking=False)
+    other.release()
+
+
+def test_model_with_an_adapter_beside_it_is_refused(models, tmp_path):
+    folder = shutil.copytree(models / "tied_bf16", tmp_path / "both")
+    get_peft_model(tiny_llama(), LoraConfig(target_modules="all-linear")).save_pretrained(folder)
+    assert "a model and an adapter" in refused(folder)
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "embed_tokens"]])
@@ -133,10 +166,10 @@ def test_adapters_are_those_of_a_model_that_is_whole(models, targets):
     whole = add_adapters(AutoModelForCausalLM.from_pretrained(models / "tied_bf16", dtype="auto"), arguments)
     drawn = torch.rand(1)
     torch.manual_seed(1)
-    model, weights = open_model(arguments, print)
-    model = add_adapters(model, arguments)
-    assert torch.equal(torch.rand(1), drawn)
-    weights.fill(torch.device("cpu"), False)
+    with open_model(arguments, print) as (model, weights):
+        model = add_adapters(model, arguments)
+        assert torch.equal(torch.rand(1), drawn)
+        weights.fill(torch.device("cpu"), False)
     expected = dict(whole.named_parameters())
     assert expected.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
