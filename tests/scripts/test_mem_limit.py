@@ -13,12 +13,15 @@ from cells import check_cell, run_cells
 from in_process import finetune_in_process
 from launching import RECIPES, part_of_sample, small_model
 from offload_worker import note_places
+from tiny_models import tiny_llama
 from tools.proof.shrink import build_tiny_model
+from torch import nn
 from training import chunked_loss
 from training.arguments import MemLimitArguments, parse_arguments
 from training.chunked_loss import compute_loss_in_chunks
 from training.losses import micro_batch_loss
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 CHUNK = 7
 # Soft caps; logit scale; logit divisor; untied conv; experts whose balancing loss counts; a head that takes no labels.
@@ -115,6 +118,21 @@ def test_optimizer_step_in_slices_is_bit_equal(sharded):
 def test_model_whose_head_is_not_the_end_of_its_forward_is_refused(family):
     with pytest.raises(ValueError, match="its loss cannot be computed in chunks"):
         compute_loss_in_chunks(build_tiny_model(CONFIG_MAPPING[family]()), CHUNK)
+
+
+def test_head_that_is_finished_by_a_parameter_is_taken_before_weights_are_read():
+    class Scaled(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.scale = nn.Parameter(torch.ones(config.vocab_size))
+
+        def forward(self, input_ids=None, **kwargs):
+            hidden = self.model(input_ids, **kwargs).last_hidden_state
+            return CausalLMOutput(logits=self.lm_head(hidden) * self.scale)
+
+    with torch.device("meta"):
+        model = Scaled(tiny_llama().config)
+    compute_loss_in_chunks(model, CHUNK)
 
 
 def test_diff_to_finetune_is_the_scenario():
