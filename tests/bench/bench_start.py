@@ -7,7 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from launching import CONFIGS, RECIPES, clean_environment
 
