@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import waits
+from hooks.structure import set_use_cache
 from in_process import Run
 from launching import part_of_sample, small_model
 from rows.batches import collate
@@ -17,6 +18,7 @@ from training.evaluation import evaluate
 from training.losses import micro_batch_loss
 from training.sending import document_starts, run_model, send, takes_any_name
 from transformers import CONFIG_MAPPING, modeling_flash_attention_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CPU = torch.device("cpu")
 SCRIPTS = ("finetune", "finetune_performance", "finetune_mem_limit")
@@ -92,6 +94,36 @@ def test_masks_made_of_what_is_known_are_those_that_are_read(family, packs, docu
     found, left = waits_in(lambda: run_model(model, sent).logits)
     assert torch.equal(found, expected)
     assert not left
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_masks_of_every_family_are_those_that_are_read():
+    """Padded rows, rows of one length, packed ones and packed rows of one document; what a family runs by itself."""
+    torch.manual_seed(0)
+    different, compared = [], 0
+    cases = [
+        (kind, collate_packed if packs else collate) for packs in (True, False) for kind in (DOCUMENTS, [[6], [6]])
+    ]
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            model = build_tiny_model(CONFIG_MAPPING[family]()).eval()
+        except Exception:  # a config that needs more than its defaults, or a library
+            continue
+        set_use_cache(model, False)
+        for documents, collator in cases:
+            batch = collator(rows_of(documents)[0], 0)
+            inputs = {name: values for name, values in batch.items() if name != "labels"}
+            try:
+                expected = model(**inputs).logits
+            except Exception:  # a family without positions
+                continue
+            found, compared = run_model(model, send(inputs, CPU)).logits, compared + 1
+            is_real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+            if not torch.allclose(found[is_real], expected[is_real], atol=1e-5):
+                different.append((family, documents, collator.__name__))
+    assert not different
+    assert compared > 600
 
 
 def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, dropout_p=0.0):
