@@ -4,6 +4,7 @@ As a command it has torch raise where the host waits for a GPU.
 """
 
 import importlib
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -91,7 +92,8 @@ def count():
             Operators(note).__enter__()
             Calls(note).__enter__()
         if step == 4:
-            print("\n".join([*waits, f"WAITS {len(waits)}"]), flush=True)
+            lines = "\n".join(["", *waits, f"WAITS {len(waits)}", ""])
+            os.write(sys.stdout.fileno(), lines.encode())  # at once: the other rank prints into the same file
         begin(progress, step)
 
     def gathered(objects, one, group=None):
