@@ -131,7 +131,7 @@ def main():
     def begun(progress, step):
         torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
         if step == 4:
-            print(f"READS {len(reads)}", flush=True)
+            print(f"\nREADS {len(reads)}\n", end="", flush=True)  # one write: ranks share the screen
         reads.clear()
         begin(progress, step)
 
