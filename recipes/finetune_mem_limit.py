@@ -38,11 +38,11 @@ from training.arguments import MemLimitArguments, parse_arguments
 from training.chunked_loss import compute_loss_in_chunks, micro_batch_loss
 from training.evaluation import evaluate
 from training.failures import explained_failures
-from training.gather import gather
 from training.hang_watch import watch_for_hangs
 from training.launch import (
     decided_by_rank_0,
     end,
+    gather,
     make_accelerator,
     make_device_mesh,
     note_stop_signals,

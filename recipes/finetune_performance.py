@@ -40,12 +40,12 @@ from training.answers import Answers
 from training.arguments import PerformanceArguments, parse_arguments
 from training.evaluation import evaluate
 from training.failures import explained_failures
-from training.gather import gather
 from training.hang_watch import watch_for_hangs
 from training.kernels import check_kernels, compile_blocks, use_kernels
 from training.launch import (
     decided_by_rank_0,
     end,
+    gather,
     make_accelerator,
     make_device_mesh,
     note_stop_signals,

@@ -25,6 +25,14 @@ PLAIN_ARITHMETIC = str(ROOT / "tests" / "plain_arithmetic")  # on PYTHONPATH: ev
 IDLE_S, IDLE_SHARE = 120.0, 0.05  # a run that used less than this share of one core for so long hangs
 
 
+def private_bytes(process: int | str = "self") -> int:
+    """Memory of a process that is no file's; 0 when it is over."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return 0
+
+
 @functools.cache
 def in_fp32(name: str = "default") -> Path:
     """A scenario's YAML that computes in fp32, with its own units, recompute and reduction; for what is not about bf16,

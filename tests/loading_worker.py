@@ -15,7 +15,7 @@ from hooks.apply import apply_hooks, plan_hooks
 from hooks.config import read_hook_config
 from hooks.live import read_units
 from hooks.wrap import local
-from launching import CONFIGS
+from launching import CONFIGS, private_bytes
 from tools.proof.cases import exact_config
 from training import weights
 from training.arguments import FinetuneArguments
@@ -51,12 +51,6 @@ class CountedSlice:
 
 
 SAFE_OPEN = weights.safe_open
-
-
-def private_bytes() -> int:
-    """Memory of this process that no file stands behind."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def load(folder: str, mesh: object, config: object) -> dict:

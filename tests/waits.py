@@ -34,12 +34,16 @@ class OnHost(torch.Tensor):
         return result
 
 
-class Operators(TorchDispatchMode):
-    """Sees what reads values."""
+class Noting:
+    """A mode that tells `note` of what it sees."""
 
     def __init__(self, note):
         super().__init__()
         self.note = note
+
+
+class Operators(Noting, TorchDispatchMode):
+    """Sees what reads values."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -52,12 +56,8 @@ class Operators(TorchDispatchMode):
         return operator(*args, **kwargs)
 
 
-class Calls(TorchFunctionMode):
+class Calls(Noting, TorchFunctionMode):
     """Sees calls that no operator tells of on a CPU."""
-
-    def __init__(self, note):
-        super().__init__()
-        self.note = note
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -35,7 +35,7 @@ def read_whole(*arguments: Any) -> Any:
     return READ_WHOLE(*arguments)
 
 
-def load_tensors(model: nn.Module, tensors: dict[str, Any], load_config: Any, device: str) -> Any:
+def load_tensors(model: nn.Module, tensors: dict[str, Any], load_config: Any, device: str | torch.device) -> Any:
     """Rename and convert a family's tensors, or slices of its files, and put them into its model; of a DTensor this
     rank's slice is read. Public way looked for: from_pretrained builds its own model and reads all files."""
     config = dataclasses.replace(load_config, device_map={"": device})

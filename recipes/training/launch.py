@@ -97,14 +97,13 @@ def stop_together() -> Iterator[None]:
         if leaving and os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    group = control_group()
-    failures, has_told = [None] * dist.get_world_size(), [None] * dist.get_world_size()
+    control_group()  # connected before the patience of a failed rank begins
     printed: list[str] = []
     late = threading.Timer(PATIENCE_S, print_late, (failure, printed))  # the others may wait for this rank elsewhere
     late.daemon = True
     if failure:
         late.start()
-    dist.all_gather_object(failures, failure, group=group)
+    failures = gather(failure)
     late.cancel()
     if not any(failures):
         return
@@ -112,7 +111,7 @@ def stop_together() -> Iterator[None]:
         raise leaving
     if failure:
         late.join()  # it may be in the middle of it
-    dist.all_gather_object(has_told, bool(printed), group=group)
+    has_told = gather(bool(printed))
     told, is_news = [], []
     for message in dict.fromkeys(message for message in failures if message):
         ranks = [rank for rank, other in enumerate(failures) if other == message]
@@ -123,7 +122,9 @@ def stop_together() -> Iterator[None]:
             print(f"\nError: {message}\n", file=sys.stderr, flush=True)
         tell_launcher("\n".join(told))
     sys.last_value = SystemExit("\n".join(told))  # where Python keeps an error that nobody caught: for run_record.py
-    dist.barrier(group=group)  # rank 0 has printed before the launcher sees the first exit and ends the others
+    dist.barrier(
+        group=control_group()
+    )  # rank 0 has printed before the launcher sees the first exit and ends the others
     raise Stopped(1)
 
 
@@ -151,6 +152,13 @@ def note_stop_signals() -> list[int]:
     return received
 
 
+def gather(own: Any) -> list[Any]:
+    """What each rank has given, in their order. Waits for them in host memory, as long as they need. A collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own, group=control_group())
+    return found
+
+
 def decided_by_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns on rank 0, on every rank: what they read from a disk must not differ."""
     with stop_together():
@@ -168,8 +176,7 @@ def same_everywhere(facts: dict[str, Any]) -> None:
     names = [name for name in {**first, **own} if own.get(name) != first.get(name)]
     lines = [f"{name}: {own.get(name)!r} here, {first.get(name)!r} on rank 0" for name in names[:SHOWN]]
     lines += [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (socket.gethostname(), lines), group=control_group())
+    told = gather((socket.gethostname(), lines))
     different = [f"rank {rank} ({machine}): {line}" for rank, (machine, lines) in enumerate(told) for line in lines]
     if different:
         fix = "Start every machine with the same YAML, arguments, data, model, libraries and recipe files."

@@ -1,10 +1,10 @@
 """A model's weights, read after the wrapping: each rank reads its own slices of the files into its own shards.
 
-The model is built on the meta device, without memory: adapters, hooks and the wrap plan need shapes alone, and a tensor
-that the files lack or have in another shape is refused before anything is allocated. Then, a block at a time, each rank
-reads what its shards hold from the memory-mapped files, onto the shards' device and into the dtype that they are stored
-in. Where a slice of the model's tensor is none of the files' (a family that splits or transposes them), the whole is
-read, of a block at a time, and cut.
+The model is built on the meta device, without memory: adapters, hooks and the wrap plan need shapes alone. Files that
+hold a tensor in another shape are refused before anything is allocated, those that lack one before any is read. Then, a
+block at a time, each rank reads what its shards hold from the memory-mapped files, onto the shards' device and into the
+dtype that they are stored in. Where a slice of the model's tensor is none of the files' (a family splits or transposes
+them, or joins them along the dim that is cut), the whole is read, of a block at a time, and cut.
 """
 
 import copy

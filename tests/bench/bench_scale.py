@@ -10,7 +10,6 @@ one reads the file as a run does; a stand-in for the tokenizer makes its tokens,
 made. Private memory is what is not a file's: the rows of a data set that lies on disk are shared by all ranks.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -36,6 +35,7 @@ import torch
 import torch.distributed as dist
 from bench_loading import loading
 from gathers import gathered
+from launching import private_bytes
 from rows import tokenizing
 from rows.batches import Share, shuffled_order, training_steps
 from rows.packing import length_grouped_order, pack_rows
@@ -44,8 +44,7 @@ from rows.sources import load_rows
 from rows.streaming import WINDOW
 from saving.state import data_hash
 from training.arguments import parse_arguments
-from training.gather import gather
-from training.launch import connect_ranks
+from training.launch import connect_ranks, gather
 from training.model import check_rows, load_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
@@ -187,14 +186,6 @@ def run(which: str, rows: Path) -> dict[str, Any]:
             time.sleep(0.005)
         found = json.loads(process.stdout.read().splitlines()[-1])
     return found | {"peak": peak - found["before"]}
-
-
-def private_bytes(process: int | str = "self") -> int:
-    """Memory of a process that is no file's; 0 when it is over."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-    return 0
 
 
 def measure(which: str, rows: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from launching import RECIPES
 from safetensors.torch import load_file
 from tiny_models import count_all_padding, tiny_mixtral
 from tools.export.exporting import export_checkpoint
+from tools.proof.cases import WEIGHT_TOLERANCE
 from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -175,7 +176,7 @@ def test_unsharded_training_is_equalled_whatever_dim_is_cut(on_4, on_3):
             errors, is_in_bf16 = case["errors"], "bf16" in name
             assert case["is_passed"] and case["tolerance"] == 1e-6, (name, case["detail"])
             assert all(errors[kind] <= 1e-6 for kind in ("loss", "gradient", "norm", "later")), (name, errors)
-            assert errors["weights"] <= (2e-4 if is_in_bf16 else 5e-5), (name, errors)
+            assert errors["weights"] <= WEIGHT_TOLERANCE["bf16" if is_in_bf16 else "fp32"], (name, errors)
             assert case["padding"] < 0.001, name
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from hooks.config import HookConfig, check_combinations
+from hooks.live import GPUS_PER_MACHINE
 from hooks.yaml_of_run import load_yaml
 from training.arguments import KINDS, FinetuneArguments, check_arguments
 from training.run_files import read_object
 
-from .roofline import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, step_seconds
+from .roofline import DEFAULT_GPU, GPUS, step_seconds
 
 GIB = 2**30
 OUTSIDE_GIB = 2.0  # CUDA context and modules 0.3-1, NCCL's first communicator 0.5-1: measure it once on your cluster

@@ -6,11 +6,12 @@ one direction). The shares of them that a training step reaches are rules of thu
 
 from dataclasses import dataclass
 
+from hooks.live import GPUS_PER_MACHINE
+
 COMPUTE_SHARE, MEMORY_SHARE, LINK_SHARE = 0.55, 0.75, 0.75  # reached of the peaks
 CALL_S = 30e-6  # per collective
 HOST_LINK = 25e9  # bytes/s to and from pinned host memory (PCIe 4 x16)
 OPTIMIZER_BYTES = 7 / 4  # a fused AdamW reads weight, gradient, two moments and writes three of them: 7 for 4 held
-GPUS_PER_MACHINE = 8
 
 
 @dataclass(frozen=True)
